@@ -24,15 +24,22 @@ SOUND = Snapshot(
 )
 
 
+TWO_STATES = "in more than one state: 2 (ready and claimed)"
+TOO_OFTEN = "trained on more often than allowed: 0-0-0, 0-0-1"
+
+
 def audit_with(**fields: object):
     return audit(msgspec.structs.replace(SOUND, **fields))
 
 
-def test_a_sound_store_reconciles():
+def test_a_sound_store_reconciles_and_a_group_is_trained_on_as_often_as_the_run_says():
     found = audit(SOUND)
     assert found.is_sound, found
     assert (found.buffered, found.claimed, found.used, found.retired) == (3, 2, 2, 2)
     assert found.accepted == 9
+    twice = [entry(1, "0"), entry(2, "1", "0")]
+    assert audit_with(ledger=twice, max_uses=2).is_sound
+    assert audit_with(ledger=[entry(1, "0"), entry(2, "1", "1")], max_uses=2).duplicated == 2
 
 
 @pytest.mark.parametrize(
@@ -42,31 +49,13 @@ def test_a_sound_store_reconciles():
         ({"members": SOUND.members | {"3": (2, 1)}}, {"lost": 1}, None),
         ({"next_ordinal": 7}, {"skipped_prompts": 1}, ["in no state: 6"]),
         ({"next_ordinal": 20}, {"skipped_prompts": 14}, ["in no state: 6, 7, 8, 9, 10 and 9 more"]),
-        (
-            {"groups": SOUND.groups | {"ready": ["3", "2"]}, "accepted": 11},
-            {"duplicated": 1},
-            ["in more than one state: 2 (ready and claimed)"],
-        ),
-        (
-            {"ledger": [entry(1, "0"), entry(2, "1", "0")]},
-            {"duplicated": 2},
-            ["trained on more often than allowed: 0-0-0, 0-0-1"],
-        ),
+        ({"groups": SOUND.groups | {"ready": ["3", "2"]}, "accepted": 11}, {"duplicated": 1}, [TWO_STATES]),
+        ({"ledger": [entry(1, "0"), entry(2, "1", "0")]}, {"duplicated": 2}, [TOO_OFTEN]),
         ({"ledger": [entry(1, "0")]}, {}, ["used, but not in the ledger: 1"]),
-        (
-            {"ledger": [entry(1, "0"), entry(2, "1"), entry(3, "3")]},
-            {},
-            ["in the ledger, but neither used nor over: 3"],
-        ),
+        ({"ledger": [*SOUND.ledger, entry(3, "3")]}, {}, ["in the ledger, but neither used nor over: 3"]),
     ],
 )
 def test_lost_skipped_duplicated_and_contradicting_trajectories_are_found(fields, found, problems):
     audited = audit_with(**fields)
     assert {name: getattr(audited, name) for name in found} == found
     assert problems is None or audited.problems == problems
-
-
-def test_a_group_may_be_trained_on_as_often_as_the_run_says_but_once_a_step():
-    twice = [entry(1, "0"), entry(2, "1", "0")]
-    assert audit_with(ledger=twice, max_uses=2).is_sound
-    assert audit_with(ledger=[entry(1, "0"), entry(2, "1", "1")], max_uses=2).duplicated == 2

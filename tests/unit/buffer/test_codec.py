@@ -11,17 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.codec import (
-    MAX_BYTES,
-    MAX_TRAJECTORIES,
-    check_header,
-    checksum,
-    chunks,
-    decode,
-    encode,
-    pack,
-    unpack,
-)
+from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES, check_header, checksum, chunks, decode, encode, unpack
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import (
     SCHEMA_VERSION,
@@ -79,9 +69,14 @@ def test_a_trajectory_comes_back_as_it_was_sent():
     assert encode(got) == encode(sent)
 
 
-def test_arrays_are_sent_little_endian_from_any_byte_order():
+def test_arrays_are_sent_little_endian_from_any_byte_order_and_a_payload_of_schema_3_is_read():
     big_endian = np.arange(12, dtype=">i4")
     assert encode(make_trajectory(token_ids=big_endian)) == encode(make_trajectory())
+    fields = msgspec.structs.asdict(make_trajectory())
+    fields["reward"] = {"total": 0.5, "parts": {}, "status": "ok", "is_correct": False, "detail": ""}
+    for name in ("context_starts", "arrays", "media", "metrics"):
+        del fields[name]
+    assert encode(unpack(encode(fields))) == encode(make_trajectory())
 
 
 def test_a_header_describes_its_payload():
@@ -198,14 +193,6 @@ def test_untrainable_trajectories_are_refused_with_a_reason(changes, reason):
     assert reason_of(encode(make_trajectory(**changes))) == reason
 
 
-def test_a_payload_of_schema_3_is_read():
-    fields = msgspec.structs.asdict(make_trajectory())
-    fields["reward"] = {"total": 0.5, "parts": {}, "status": "ok", "is_correct": False, "detail": ""}
-    for name in ("context_starts", "arrays", "media", "metrics"):
-        del fields[name]
-    assert encode(unpack(encode(fields))) == encode(make_trajectory())
-
-
 @pytest.mark.parametrize(("purpose", "is_known"), [("aime24.pass-8", True), ("", False), ("a:b", False), ("-a", False)])
 def test_evaluations_have_open_names(purpose, is_known):
     header, _ = make_packed(purpose=purpose)
@@ -239,19 +226,13 @@ def test_a_header_that_does_not_describe_its_payload_is_refused(changes, reason)
     assert caught.value.reason == reason
 
 
-@pytest.mark.parametrize("changes", [{"id": "another"}, {"attempt": -1}])
-def test_a_trajectory_that_is_not_named_after_its_index_is_refused(changes):
-    header, payload = make_packed(**changes)
-    with pytest.raises(RecordRefusedError) as caught:
-        check_header(header, payload)
-    assert caught.value.reason == "id"
-
-
-def test_only_plain_values_are_encoded():
+def test_only_plain_values_are_encoded_and_packing_relies_on_no_shape():
     with pytest.raises(TypeError, match="only plain values and arrays"):
         encode({"odd": 1j})
     with pytest.raises(TypeError, match="arrays must be one of"):
         encode(make_trajectory(token_ids=np.arange(12, dtype=np.complex64)))
+    with pytest.raises(RecordRefusedError, match="shape"):
+        check_header(*make_packed(model_mask=np.ones(3, dtype=bool)))
 
 
 @given(st.binary(max_size=200))
@@ -274,14 +255,6 @@ def test_a_changed_byte_never_raises_anything_but_refused(place, value):
         return
 
 
-def test_packing_relies_on_no_shape():
-    header, payload = pack(
-        make_trajectory(model_mask=np.ones(3, dtype=bool)), lease_id="0-0", purpose="train", group_size=2
-    )
-    with pytest.raises(RecordRefusedError, match="shape"):
-        check_header(header, payload)
-
-
 def packed(index: int, size_bytes: int) -> tuple:
     return make_packed(str(index))[0], b"x" * size_bytes
 
@@ -297,3 +270,10 @@ def test_chunks_keep_the_order_and_only_a_single_trajectory_may_exceed_their_lim
     assert sizes([]) == []
     items = [packed(0, MAX_BYTES // 2), packed(1, MAX_BYTES // 2), packed(2, 1), packed(3, 2 * MAX_BYTES), packed(4, 1)]
     assert sizes(items) == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("changes", [{"id": "another"}, {"attempt": -1}])
+def test_a_trajectory_that_is_not_named_after_its_index_is_refused(changes):
+    with pytest.raises(RecordRefusedError) as caught:
+        check_header(*make_packed(**changes))
+    assert caught.value.reason == "id"

@@ -36,18 +36,15 @@ def test_the_lag_grows_by_the_mean_wait_of_a_step(waited_s, expected):
     assert record(make_pacer(), len(expected), waited_s=waited_s) == expected
 
 
-def test_a_short_wait_among_many_steps_changes_nothing():
+def test_a_learner_that_always_waits_ends_at_the_largest_lag_and_a_short_wait_changes_nothing():
+    pacer = make_pacer(max_lag=3)
+    assert record(pacer, 40, waited_s=0.4)[-1] == 3
+    assert max(record(pacer, 40, waited_s=0.4)) == 3
     pacer = make_pacer()
     for _ in range(3):
         record(pacer, 15)
         record(pacer, 1, waited_s=0.07)
     assert pacer.lag == 1
-
-
-def test_a_learner_that_always_waits_ends_at_the_largest_lag():
-    pacer = make_pacer(max_lag=3)
-    assert record(pacer, 40, waited_s=0.4)[-1] == 3
-    assert max(record(pacer, 40, waited_s=0.4)) == 3
 
 
 @pytest.mark.parametrize(("num_spare", "expected"), [(0, 3), (1, 3), (2, 2.75), (4, 2.25), (40, 1)])
@@ -58,13 +55,17 @@ def test_groups_that_no_step_needed_lower_the_lag_but_for_a_reserve(num_spare, e
     assert record(pacer, 4 + 16, num_spare=num_spare)[-2:] == [3, expected]
 
 
-def test_one_step_that_needed_all_groups_keeps_the_lag():
+def test_one_step_that_needed_all_groups_keeps_the_lag_and_a_version_of_several_steps_counts_as_one():
     pacer = make_pacer()
     record(pacer, 7, waited_s=0.5)
     for _ in range(5):
         record(pacer, 15, num_spare=8)
         record(pacer, 1)
     assert pacer.lag == 3
+    pacer = make_pacer(weights={"publish_every_steps": 2})
+    assert record(pacer, 5, waited_s=0.5) == [1, 1, 1, 1, 2]
+    record(pacer, 6)
+    assert record(pacer, 16, num_spare=GROUPS)[-1] == 1.75
 
 
 @pytest.mark.parametrize(
@@ -78,10 +79,3 @@ def test_one_step_that_needed_all_groups_keeps_the_lag():
 def test_a_given_lag_a_serial_run_and_a_synchronous_run_keep_theirs(pacer, lag):
     assert record(pacer, 60, waited_s=0.5) == [lag] * 60
     assert record(pacer, 60, num_spare=40) == [lag] * 60
-
-
-def test_a_version_of_several_steps_counts_as_one():
-    pacer = make_pacer(weights={"publish_every_steps": 2})
-    assert record(pacer, 5, waited_s=0.5) == [1, 1, 1, 1, 2]
-    record(pacer, 6)
-    assert record(pacer, 16, num_spare=GROUPS)[-1] == 1.75

@@ -32,9 +32,20 @@ def test_every_row_comes_exactly_once_per_epoch(num_rows, seed, epoch):
     assert sorted(row_of(n, num_rows=num_rows, seed=seed) for n in ordinals) == list(range(num_rows))
 
 
-def test_the_sequence_is_fixed_for_good():
+def test_the_sequences_of_one_file_and_of_several_are_fixed_for_good_and_files_are_shuffled_differently():
     sequence = [row_of(n, num_rows=7, seed=3) for n in range(14)]
     assert sequence == [0, 4, 1, 5, 6, 3, 2, 0, 6, 2, 1, 3, 4, 5]
+    files = [FileShare(3, 0.5), FileShare(2, 0.3), FileShare(4, 0.2)]
+    assert [row_of(n, num_rows=files, seed=3) for n in range(12)] == [0, 4, 1, 6, 2, 3, 0, 5, 2, 3, 1, 4]
+    files = [FileShare(50, 1.0), FileShare(50, 1.0)]
+    found = [file_of(row_of(n, num_rows=files, seed=0), files) for n in range(100)]
+    first, second = ([row for each, row in found if each == number] for number in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    with pytest.raises(ValueError, match="ordinal must be >= 0"):
+        row_of(-1, num_rows=7, seed=3)
+    with pytest.raises(ValueError, match="num_rows >= 1"):
+        row_of(0, num_rows=0, seed=3)
 
 
 MIXTURES = st.lists(
@@ -72,26 +83,6 @@ def test_every_window_holds_the_share_of_each_file(files: list[FileShare], start
         assert abs(found.count(number) - length * file.weight / total) <= len(files)
 
 
-def test_files_of_one_length_are_shuffled_differently() -> None:
-    files = [FileShare(50, 1.0), FileShare(50, 1.0)]
-    found = [file_of(row_of(n, num_rows=files, seed=0), files) for n in range(100)]
-    first, second = ([row for each, row in found if each == number] for number in (0, 1))
-    assert sorted(first) == sorted(second) == list(range(50))
-    assert first != second
-
-
-def test_the_sequence_of_several_files_is_fixed_for_good() -> None:
-    files = [FileShare(3, 0.5), FileShare(2, 0.3), FileShare(4, 0.2)]
-    assert [row_of(n, num_rows=files, seed=3) for n in range(12)] == [0, 4, 1, 6, 2, 3, 0, 5, 2, 3, 1, 4]
-
-
-def test_negative_ordinals_and_empty_datasets_are_refused():
-    with pytest.raises(ValueError, match="ordinal must be >= 0"):
-        row_of(-1, num_rows=7, seed=3)
-    with pytest.raises(ValueError, match="num_rows >= 1"):
-        row_of(0, num_rows=0, seed=3)
-
-
 HALF = CurriculumConfig(low=0.25, high=0.75, min_answers=4)
 
 
@@ -119,12 +110,8 @@ def candidate(number: int, *, oldest_version: int = 0, rewards: tuple[float, ...
 
 
 TWELVE = [candidate(number) for number in range(12)]
-MIXED = [
-    candidate(0, rewards=(0.0, 2.0)),
-    candidate(1, rewards=(0.0, 1.0)),
-    candidate(2, rewards=(0.0, 0.5)),
-    candidate(3, rewards=(0.5, 0.5)),
-]
+REWARDS = [(0.0, 2.0), (0.0, 1.0), (0.0, 0.5), (0.5, 0.5)]
+MIXED = [candidate(number, rewards=rewards) for number, rewards in enumerate(REWARDS)]
 
 
 def fresh(candidates, sampler, num_groups, *, step=4):
@@ -174,20 +161,15 @@ def test_weights_make_a_prioritized_mean_the_mean_over_all_groups(num_groups):
     assert abs(np.mean(means) - np.mean(list(values.values()))) < 4 * error
 
 
-def test_weights_are_one_when_all_are_sampled_or_all_are_equally_likely():
+def test_weights_are_one_when_all_are_equally_likely_and_inclusion_follows_the_exponential_race():
     assert fresh(MIXED, PrioritizedConfig(), 4)[1] == [1.0] * 4
     assert fresh(MIXED, UniformConfig(), 2)[1] == [1.0] * 2
-
-
-def test_inclusion_follows_the_exponential_race():
     probabilities = inclusion_probabilities(np.array([1.0, 2.0]), threshold=0.5)
     np.testing.assert_allclose(probabilities, [1 - np.exp(-0.5), 1 - np.exp(-1.0)])
 
 
 def candidates(*versions: int, first: int = 0) -> list[Candidate]:
-    return [
-        Candidate(str(first + index), first + index, version, 2, 1.0, 1.0) for index, version in enumerate(versions)
-    ]
+    return [Candidate(str(number), number, version, 2, 1.0, 1.0) for number, version in enumerate(versions, first)]
 
 
 def queue(ready=(), reusable=(), *, num_arrived=100, num_uses=0) -> Queue:
@@ -233,15 +215,10 @@ def test_used_groups_fill_the_places_left_by_fresh_ones(num_ready, num_reusable,
     assert len(set(claim.group_ids)) == 4
 
 
-def test_a_refusal_says_how_many_groups_are_ready_and_how_many_are_needed():
+def test_a_refusal_says_how_many_groups_are_needed_and_uses_are_limited_by_samples_per_insert():
     found = select(queue(ready=[5], reusable=[4]), rules(max_uses=2), 4)
     assert found == NotReady("1 of 4 groups are ready, 1 may be used again", ready_needed=3)
-
-
-def test_uses_are_limited_by_samples_per_insert():
     limited = rules(max_uses=4, samples_per_insert=2.0)
     assert isinstance(select(queue(ready=[5] * 4, num_arrived=10, num_uses=16), limited, 4), Sample)
-    found = select(queue(ready=[5] * 4, num_arrived=10, num_uses=17), limited, 4)
-    assert found == NotReady(
-        "17 + 4 uses are more than samples_per_insert (2) x 10 groups that arrived", ready_needed=5
-    )
+    reason = "17 + 4 uses are more than samples_per_insert (2) x 10 groups that arrived"
+    assert select(queue(ready=[5] * 4, num_arrived=10, num_uses=17), limited, 4) == NotReady(reason, ready_needed=5)

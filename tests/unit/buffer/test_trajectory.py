@@ -50,9 +50,6 @@ def test_the_histogram_counts_model_written_tokens_per_lag_and_newer_ones_as_fre
     trajectory = make_trajectory(version_spans=[VersionSpan(6, 9)])
     assert not stale_mask(trajectory, learner_version=5, max_lag=0).any()
     assert lag_histogram([trajectory], learner_version=5) == {-4: 6}
-
-
-def test_the_lags_of_a_histogram_are_those_of_the_tokens():
     # A span without a model-written token, and one that starts within an observation.
     mask = np.array([0, 0, 1, 1, 0, 0, 1, 0, 1], dtype=np.bool_)
     spans = [VersionSpan(2, 1), VersionSpan(4, 3), VersionSpan(5, 4), VersionSpan(8, 6)]

@@ -76,16 +76,13 @@ def is_preset(name: str) -> bool:
     return (PRESETS / f"{name}.yaml").is_file()
 
 
-def test_presets_are_complete_and_named_after_their_files_and_repeat_no_record() -> None:
+def test_presets_are_complete_and_named_after_their_files_and_repeat_no_record_or_field_of_a_variant() -> None:
     chosen = {group for entry in content("config")["defaults"] if isinstance(entry, dict) for group in entry}
     assert chosen == set(groups())
     repeated = [each for group, tags in variants().items() for tag in tags if is_preset(each := f"{group}/{tag}")]
     assert repeated == [], "the records generate these"
     names = {experiment: content(f"experiment/{experiment}")["name"] for experiment in groups()["experiment"]}
     assert {experiment: name for experiment, name in names.items() if name != experiment} == {}
-
-
-def test_no_experiment_sets_fields_of_a_variant() -> None:
     # They would stay behind when the command line chooses another variant; an option of its own holds them.
     found = {
         experiment: [group for group in variants() if node(group, content(f"experiment/{experiment}")) is not None]
@@ -123,13 +120,10 @@ def test_the_presets_for_gpus_are_valid_here_and_prepare_every_file_that_they_re
         assert getattr(SOURCES[task], Path(step.creates).stem) is not None
 
 
-def test_every_value_and_every_group_has_a_meaning() -> None:
+def test_every_value_has_a_meaning_and_unions_of_records_are_groups_that_own_their_keys() -> None:
     always_there = {setting.key for setting in settings() if setting.records and not setting.tags}
     assert [setting.key for setting in settings() if not setting.meaning and setting.key not in always_there] == []
     assert field_docstrings(CriticOptimizerConfig)["betas"].startswith("Decay of AdamW's first"), "an inherited field"
-
-
-def test_unions_of_tagged_records_are_groups_and_own_the_keys_that_their_records_declare() -> None:
     assert variants()["buffer/store"] == ("embedded", "redis")
     assert variants()["algorithm/advantage"][0] == GrpoConfig.__struct_config__.tag
     assert "learner/optimizer" not in variants()

@@ -60,15 +60,12 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(capsys, monkeypatch):
     assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
-def test_the_help_groups_every_command(capsys):
+def test_the_help_groups_every_command_and_the_version_is_that_of_the_installation(capsys):
     code, printed, _ = call(capsys, "--help")
     assert code == 0
     sections = re.findall(r"^([A-Z][a-z]+):\n((?:  .+\n)+)", printed, re.MULTILINE)
     found = {heading: re.findall(r"^  ([a-z-]+) {2,}[A-Z]", rows, re.MULTILINE) for heading, rows in sections}
     assert found == PANELS | {"Options": []}
-
-
-def test_the_version_is_that_of_the_installation(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--version", "-V"):
         assert call(capsys, option) == (0, f"slipstream {metadata.version('slipstream')}\n", "")
 

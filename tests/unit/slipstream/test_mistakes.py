@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,15 +49,8 @@ def missing(completions, answers): return [1.0 for _ in completions]
 def alone(): return 1.0
 """,
 }
-TASK = (
-    *(
-        "model.path=model",
-        "data.train=train.jsonl",
-        "data.eval=heldout.jsonl",
-        "generators.reward.function=exact_match",
-    ),
-    *("data.max_prompt_tokens=16", "generators.sampling.max_tokens=16"),
-)
+TASK = ("model.path=model", "data.train=train.jsonl", "data.eval=heldout.jsonl")
+TASK += ("generators.reward.function=exact_match", "data.max_prompt_tokens=16", "generators.sampling.max_tokens=16")
 
 
 @pytest.fixture(scope="module")
@@ -280,14 +272,7 @@ def rows(table: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("words", "answer"), rows(RUNS))
-def test_a_mistake_in_a_run_is_answered_before_it_starts(
-    words: str,
-    answer: str,
-    folder: Path,
-    tmp_path: Path,
-    answer_to: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mistake_in_a_run_is_answered_before_it_starts(words, answer, folder, tmp_path, answer_to, monkeypatch):
     monkeypatch.chdir(folder)
     runs_dir = [] if "runs_dir" in words or "resume" in words else [f"runs_dir={tmp_path}"]
     found = answer_to("run", *TASK, *runs_dir, *([words] if "{" in words or "'" in words else words.split()))
@@ -296,8 +281,6 @@ def test_a_mistake_in_a_run_is_answered_before_it_starts(
 
 
 @pytest.mark.parametrize(("words", "answer"), rows(COMMANDS))
-def test_a_mistaken_command_is_answered(
-    words: str, answer: str, folder: Path, answer_to: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistaken_command_is_answered(words, answer, folder, answer_to, monkeypatch):
     monkeypatch.chdir(folder)
     assert answer in answer_to(*words.split())

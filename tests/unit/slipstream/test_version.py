@@ -41,13 +41,10 @@ def versions_on_the_way(folder: Path) -> Iterator[str]:
         yield get_version(folder)
 
 
-def test_without_git_it_is_that_of_the_sdist_or_unknown(folder: Path) -> None:
+def test_without_git_it_is_that_of_the_sdist_or_unknown_as_in_a_checkout_that_is_not_installed(folder, tmp_path):
     assert get_version(folder) == "0+unknown"
     (folder / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: slipstream\nVersion: 7.8.9\n")
     assert get_version(folder) == "7.8.9"
-
-
-def test_a_checkout_that_is_not_installed_has_an_unknown_version(tmp_path: Path) -> None:
     # An editable installation stores its metadata next to the package.
     (tmp_path / "slipstream").symlink_to(ROOT / "slipstream")
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import slipstream; print(slipstream.__version__)"

@@ -95,19 +95,16 @@ def rewrite(folder: Path, table: object) -> None:
     manifest.append([first, second, third])
 
 
-def test_shards_of_other_steps_are_not_opened(folder: Path) -> None:
-    (folder / SECOND).unlink()
-    assert groups_in(folder, TrajectoryFilter(step=2)) == (["2"], [])
-
-
-def test_groups_of_a_sound_archive_come_in_their_order_and_are_counted(folder: Path) -> None:
+def test_groups_of_a_sound_archive_come_in_their_order_and_shards_of_other_steps_are_not_opened(folder: Path) -> None:
     assert groups_in(folder) == (["0", "1", "2"], [])
     check = Archive(folder).check()
     assert check == ArchiveCheck(shards=3, groups=3, trajectories=6)
     assert check.is_sound
+    (folder / SECOND).unlink()
+    assert groups_in(folder, TrajectoryFilter(step=2)) == (["2"], [])
 
 
-def test_a_check_finds_one_changed_byte(folder: Path) -> None:
+def test_a_check_finds_one_changed_byte_and_duplicates(folder: Path, tmp_path: Path) -> None:
     data = bytearray((folder / SECOND).read_bytes())
     data[len(data) // 2] ^= 1
     (folder / SECOND).write_bytes(data)
@@ -115,10 +112,8 @@ def test_a_check_finds_one_changed_byte(folder: Path) -> None:
     assert check.trajectories == 4
     assert [problem.split()[0] for problem in check.problems] == [SECOND]
     assert not check.is_sound
-
-
-def test_a_check_finds_duplicates(tmp_path: Path) -> None:
-    check = Archive(write_archive(tmp_path, [make_finished("0")], [make_finished("0", members=1)])).check()
+    twice = write_archive(tmp_path / "twice", [make_finished("0")], [make_finished("0", members=1)])
+    check = Archive(twice).check()
     assert check.duplicated == 1
     assert not check.is_sound
 

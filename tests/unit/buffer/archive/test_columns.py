@@ -55,15 +55,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
             draw(st.sampled_from([[], [draw(st.floats(-1e12, 1e12)) for _ in range(num_turns(mask, contexts))]])),
         ),
         stop_reason=draw(st.text(min_size=1, max_size=8)),
-        sampling=Sampling(
-            draw(FLOATS),
-            draw(FLOATS),
-            draw(INTEGERS),
-            draw(INTEGERS),
-            draw(INTEGERS),
-            draw(st.none() | FLOATS),
-            draw(st.booleans()),
-        ),
+        sampling=Sampling(*map(draw, [FLOATS] * 2 + [INTEGERS] * 3 + [st.none() | FLOATS, st.booleans()])),
         generator_id=draw(st.text(max_size=8)),
         started_at=draw(FLOATS),
         finished_at=draw(FLOATS),
@@ -99,14 +91,11 @@ def test_archived_trajectories_reencode_to_the_same_bytes(sent: list[Trajectory]
     assert [encode(stored.trajectory) for stored in rows_of(table)] == payloads
 
 
-def test_rows_in_the_middle_of_a_batch_are_read_as_they_are() -> None:
+def test_rows_in_the_middle_of_a_batch_are_read_and_hold_the_outcome_and_columns_for_other_tools() -> None:
     groups = [make_finished(str(number), reward=Reward(total=number / 2)) for number in range(4)]
     payloads = [payload for group in groups for payload in group.payloads]
     part = to_table(groups, archived_at=7.0).slice(3, 3)
     assert [encode(stored.trajectory) for stored in rows_of(part)] == payloads[3:6]
-
-
-def test_a_row_holds_the_outcome_of_its_group_and_columns_for_other_tools() -> None:
     group = make_finished("5", members=1, state="rejected", reason="on_stale", steps=[3, 9])
     (stored,) = rows_of(to_table([group], archived_at=7.0))
     assert (stored.state, stored.reason, stored.steps, stored.archived_at) == ("rejected", "on_stale", [3, 9], 7.0)

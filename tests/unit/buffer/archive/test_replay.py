@@ -18,12 +18,8 @@ from tests.unit.buffer.archive.test_ledger import make_step
 
 
 def make_replay(archive: Path, *, steps: int = 2, groups: int = 2) -> RunConfig:
-    return make_run(
-        mode="replay",
-        replay={"path": str(archive)},
-        learner={"max_steps": steps, "prompts_per_step": groups},
-        weights={"transport": "memory"},
-    )
+    learner = {"max_steps": steps, "prompts_per_step": groups}
+    return make_run(mode="replay", replay={"path": str(archive)}, learner=learner, weights={"transport": "memory"})
 
 
 def archive_of(folder: Path, *entries: StepEntry) -> Path:
@@ -56,20 +52,19 @@ def test_a_store_yields_the_batches_of_the_ledger_and_a_group_as_often_as_it_was
         assert store.audit().is_sound
 
 
-def test_without_a_ledger_groups_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
-    plan = plan_replay(make_replay(archive_of(tmp_path)))
+def test_without_a_ledger_or_with_other_sizes_groups_are_in_the_order_of_their_steps_and_those_without_come_last(
+    tmp_path,
+):
+    plan = plan_replay(make_replay(archive_of(tmp_path / "a")))
     assert ([group.id for group in plan.groups], plan.samples) == (["4", "3", "2", "1", "0"], {})
-
-
-def test_batches_of_another_size_are_made_of_the_same_groups_in_order(tmp_path: Path) -> None:
-    plan = plan_replay(make_replay(archive_of(tmp_path, *LEDGER), steps=5, groups=1))
+    plan = plan_replay(make_replay(archive_of(tmp_path / "b", *LEDGER), steps=5, groups=1))
     assert (len(plan.groups), plan.samples) == (5, {})
+    archive = write_archive(tmp_path / "c", [make_finished("0", steps=[]), make_finished("1", steps=[7])])
+    assert [group.id for group in plan_replay(make_replay(archive, steps=1)).groups] == ["1", "0"]
 
 
 @pytest.mark.parametrize(("entries", "steps", "most"), [(LEDGER, 4, 3), ((), 3, 2)])
-def test_more_steps_than_are_stored_are_refused(
-    tmp_path: Path, entries: tuple[StepEntry, ...], steps: int, most: int
-) -> None:
+def test_more_steps_than_are_stored_are_refused(tmp_path, entries, steps, most):
     with pytest.raises(ConfigError, match=rf"learner.max_steps must be <= {most} to replay .*, got {steps}"):
         plan_replay(make_replay(archive_of(tmp_path, *entries), steps=steps))
 
@@ -78,11 +73,6 @@ def test_a_step_with_missing_trajectories_is_refused(tmp_path: Path) -> None:
     archive = archive_of(tmp_path, *LEDGER[:1], make_step(2, "2", "9"))
     with pytest.raises(ArchiveError, match="must hold all trajectories of step 2 in its ledger, 9-0-0, 9-0-1, got"):
         plan_replay(make_replay(archive))
-
-
-def test_groups_without_a_step_come_last(tmp_path: Path) -> None:
-    write_archive(tmp_path, [make_finished("0", steps=[]), make_finished("1", steps=[7])])
-    assert [group.id for group in plan_replay(make_replay(tmp_path, steps=1)).groups] == ["1", "0"]
 
 
 @pytest.fixture

@@ -38,20 +38,16 @@ def test_the_manifest_describes_each_shard(tmp_path: Path) -> None:
     assert files_in(folder) == {shard.file, expired.file, MANIFEST}
 
 
-def test_numbering_of_shards_continues_after_a_restart(tmp_path: Path) -> None:
+def test_numbering_continues_after_a_restart_which_removes_shards_that_the_manifest_does_not_name(tmp_path) -> None:
     write_archive(tmp_path, [make_finished("0")])
     write_archive(tmp_path, [make_finished("1")], [make_finished("2")])
     assert [shard.file[-9:-8] for shard in read_manifest(tmp_path).shards] == ["1", "2", "3"]
     assert [name.split("-")[0] for name in ids_in(tmp_path)] == ["0", "0", "1", "1", "2", "2"]
-
-
-def test_a_shard_the_manifest_does_not_name_is_removed_at_the_next_start(tmp_path: Path) -> None:
-    write_archive(tmp_path, [make_finished("0")], [make_finished("1")])
     lines = (tmp_path / MANIFEST).read_bytes().splitlines(keepends=True)
-    (tmp_path / MANIFEST).write_bytes(lines[0])
-    (tmp_path / "shard-00000003.parquet.tmp").write_bytes(b"PAR1")
+    (tmp_path / MANIFEST).write_bytes(b"".join(lines[:2]))
+    (tmp_path / "shard-00000004.parquet.tmp").write_bytes(b"PAR1")
     write_archive(tmp_path)
-    assert files_in(tmp_path) == {"shard-00000001.parquet", MANIFEST}
+    assert files_in(tmp_path) == {"shard-00000001.parquet", "shard-00000002.parquet", MANIFEST}
 
 
 @pytest.mark.parametrize("left", [1, 20, -1])
@@ -64,7 +60,7 @@ def test_a_last_line_cut_short_is_dropped_with_its_shard(tmp_path: Path, left: i
     assert ids_in(tmp_path) == ["0-0-0", "0-0-1", "1-0-0", "1-0-1"]
 
 
-def test_a_damaged_line_in_the_middle_is_reported_and_nothing_is_removed(tmp_path: Path) -> None:
+def test_damaged_lines_in_the_middle_and_shards_without_their_manifest_are_reported_and_nothing_is_removed(tmp_path):
     write_archive(tmp_path, [make_finished("0")], [make_finished("1")])
     lines = (tmp_path / MANIFEST).read_bytes().splitlines(keepends=True)
     (tmp_path / MANIFEST).write_bytes(b"{}\n" + lines[1])
@@ -72,10 +68,6 @@ def test_a_damaged_line_in_the_middle_is_reported_and_nothing_is_removed(tmp_pat
         with pytest.raises(ArchiveError, match=r"line 1 of .*manifest.jsonl must name a shard"):
             use(tmp_path)
     assert len(files_in(tmp_path)) == 3
-
-
-def test_shards_without_their_manifest_are_never_removed(tmp_path: Path) -> None:
-    write_archive(tmp_path, [make_finished("0")], [make_finished("1")])
     (tmp_path / MANIFEST).unlink()
     with pytest.raises(ArchiveError, match=r"must have a manifest.jsonl beside its 2 shards"):
         ShardWriter(tmp_path)
@@ -103,7 +95,7 @@ def test_an_archive_has_one_writer(tmp_path: Path) -> None:
     ShardWriter(tmp_path).close()
 
 
-def test_a_write_that_failed_can_be_done_again(tmp_path: Path) -> None:
+def test_a_write_that_failed_can_be_done_again_and_a_part_of_a_line_is_overwritten(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path)
     (tmp_path / "shard-00000001.parquet.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError) as caught:
@@ -113,11 +105,6 @@ def test_a_write_that_failed_can_be_done_again(tmp_path: Path) -> None:
     writer.write([make_finished("0")])
     assert ids_in(tmp_path) == ["0-0-0", "0-0-1"]
     assert files_in(tmp_path) == {"shard-00000001.parquet", MANIFEST}
-
-
-def test_a_part_of_a_line_left_by_a_failed_append_is_overwritten(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path)
-    writer.write([make_finished("0")])
     with (tmp_path / MANIFEST).open("ab") as file:
         file.write(b'{"file": "shard-')
     writer.write([make_finished("1")])

@@ -72,15 +72,12 @@ def test_all_conditions_must_hold(archive: Archive, fields: dict[str, Any], want
     assert "".join(stored.trajectory.group_id for stored in found) == wanted
 
 
-def test_the_column_expression_never_excludes_a_match(archive: Archive) -> None:
+def test_the_column_expression_never_excludes_a_match_and_a_trajectory_knows_its_versions(archive: Archive) -> None:
     everything = list(archive.read())
     for fields in ({"version": 4}, {"min_reward": 0.5}, {"max_tokens": 12}, {"outcome": "retired"}, {"step": 8}):
         wanted = TrajectoryFilter(**fields)
         expected = [stored.trajectory.id for stored in everything if wanted.matches(stored, decode=None)]
         assert [stored.trajectory.id for stored in archive.read(wanted)] == expected
-
-
-def test_a_trajectory_knows_its_versions_and_its_response() -> None:
     stored = StoredTrajectory(make_trajectory(version_spans=[VersionSpan(6, 2), VersionSpan(9, 4)]), "ready", "", [])
     assert (stored.versions, stored.oldest_version, stored.newest_version) == ([2, 4], 2, 4)
     assert stored.response_tokens == 6

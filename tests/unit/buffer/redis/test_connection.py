@@ -43,7 +43,7 @@ def test_retrying_ends_with_the_last_error_and_without_a_timeout_at_once(error, 
         make(timeout_s).call_with_retry(Server(*[error] * failures, "PONG"), lambda error: None)
 
 
-def test_the_reason_names_the_wait_while_it_lasts():
+def test_the_reason_names_the_wait_and_connecting_within_a_command_does_not_wait_on_its_own():
     policy = make()
     seen: list[str] = []
 
@@ -55,10 +55,6 @@ def test_the_reason_names_the_wait_while_it_lasts():
     policy.call_with_retry(ask, lambda error: None)
     assert seen == ["", "waiting for the store at unix:///x for 0 s of 5 s"]
     assert policy.reason == ""
-
-
-def test_connecting_within_a_command_does_not_wait_on_its_own():
-    policy = make()
     connection = Server(redis.ConnectionError("refused"), "connected")
     attempts: list[str] = []
 

@@ -22,15 +22,10 @@ def test_a_script_documents_keys_arguments_result_and_why_it_is_atomic(name):
         assert f"\n-- {label}" in header, label
 
 
-def test_the_store_runs_every_script_and_none_that_does_not_exist():
+def test_the_store_runs_every_script_and_every_key_is_documented_in_the_prelude():
     modules = Path(slipstream.buffer.redis.__path__[0]).glob("*.py")
-    run_by_name = {
-        name for module in modules for name in re.findall(r"_run(?:_as_chief)?\(\s*\"(\w+)\"", module.read_text())
-    }
-    assert run_by_name == set(SOURCES)
-
-
-def test_every_key_is_documented_in_the_prelude():
+    calls = re.compile(r"_run(?:_as_chief)?\(\s*\"(\w+)\"")
+    assert {name for module in modules for name in calls.findall(module.read_text())} == set(SOURCES)
     documented = set(re.findall(r"[a-z_]+", PRELUDE[: PRELUDE.index("local prefix")]))
     used = {name for text in [PRELUDE, *SOURCES.values()] for name in re.findall(r"key\('([a-z_]+)", text)}
     assert used <= documented

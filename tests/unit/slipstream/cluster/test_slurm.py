@@ -34,7 +34,7 @@ def variable(text: str, name: str) -> list[str]:
     return shlex.split(value.removeprefix("(").removesuffix(")"))
 
 
-def test_a_job_asks_for_the_nodes_of_the_learner_and_for_the_tasks_of_generators():
+def test_a_job_asks_for_the_nodes_of_the_learner_and_the_tasks_of_generators_each_with_own_options():
     text = script(*SPREAD, options=["--partition=gpu"])
     for checker in (["bash", "-n"], ["shellcheck", "--shell=bash", "-"]):
         if shutil.which(checker[0]):
@@ -51,9 +51,6 @@ def test_a_job_asks_for_the_nodes_of_the_learner_and_for_the_tasks_of_generators
     assert variable(text, "generators") == ["--het-group=1", *tasks]
     assert variable(text, "python") == ["/opt/a b/python"]
     assert (variable(text, "meet_from"), variable(text, "meet_ports")) == (["20500"], ["500"])
-
-
-def test_both_parts_of_a_job_have_their_own_options_and_memory():
     sizes = ("cluster.learner.memory_gib=512", "cluster.generator.memory_gib=60")
     text = script(*SPREAD, *sizes, core_options=["--partition=h200"], generator_options=["--partition=l40s"])
     options = re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
@@ -78,10 +75,7 @@ def test_the_roles_get_the_settings_of_the_run_and_go_on_where_they_were():
     ("overrides", "sentence"),
     [
         ([], r"^cluster\.interface must name the network that the machines share"),
-        (
-            [*SPREAD, "learner.num_ranks=15"],
-            r"^cluster\.learner\.machines must divide learner\.num_ranks \(15\), got 2",
-        ),
+        ([*SPREAD, "learner.num_ranks=15"], r"^cluster\.learner\.machines must divide learner\.num_ranks \(15\), got"),
         ([*SPREAD, "cluster.trusted_network=false"], r"^cluster\.trusted_network must be true with cluster\.learner"),
     ],
 )

@@ -32,10 +32,8 @@ from tests.tiny_model import make_tiny_model
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    rows = [
-        {"prompt": f"{row}=", "data_source": f"task-{row % 2}", "reward_model": {"ground_truth": str(row)}}
-        for row in range(12)
-    ]
+    truths = [{"prompt": f"{row}=", "reward_model": {"ground_truth": str(row)}} for row in range(12)]
+    rows = [truth | {"data_source": f"task-{number % 2}"} for number, truth in enumerate(truths)]
     for name in ("train", "heldout"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = [
@@ -118,9 +116,8 @@ generate.generate(run, Path(sys.argv[2]), samples=2, num_prompts=None, is_scored
 def test_a_killed_call_goes_on_with_the_answers_that_it_lacks(run: RunConfig, tmp_path: Path) -> None:
     out = tmp_path / "out"
     engine = msgspec.structs.replace(run.generators.engine, seconds_per_token=0.05)
-    run = msgspec.structs.replace(
-        run, generators=msgspec.structs.replace(run.generators, engine=engine, max_concurrency=4)
-    )
+    generators = msgspec.structs.replace(run.generators, engine=engine, max_concurrency=4)
+    run = msgspec.structs.replace(run, generators=generators)
     command = [sys.executable, "-c", KILLED, msgspec.json.encode(run).decode(), str(out)]
     with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as killed:
         ends_at = time.monotonic() + 60
@@ -224,16 +221,16 @@ def test_files_of_responses_are_compared_and_a_model_counts_their_tokens(run: Ru
         score_files(run, [base, other])
 
 
+PENALTY = "generators.reward.function=length_penalty"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], r"`response` or `responses` or .* must be a text or a list of texts, got only .* with data\.columns"),
         (["data.columns.response=written"], r"`written` must be a text .* got 7 in row r/00000 of "),
         (["data.columns.prompt=nosuch"], r"`nosuch` must be filled"),
-        (
-            ["data.columns.response=text", "generators.reward.function=length_penalty"],
-            r"length_penalty needs the numbers of tokens: name the model",
-        ),
+        (["data.columns.response=text", PENALTY], r"length_penalty needs the numbers of tokens: name the model"),
         (["--all"], r"takes one model or run at most, no --out, and no --all, got --all\."),
         (["a", "b"], r"takes one model or run at most, .* got a, b\."),
     ],

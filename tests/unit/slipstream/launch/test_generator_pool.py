@@ -144,13 +144,20 @@ def test_no_two_processes_of_a_group_share_a_gpu(overrides: list[str], gpus: lis
         place(load(overrides), gpus=gpus)
 
 
-def test_a_learner_that_must_have_a_gpu_is_refused_before_the_start_without_one():
+def test_a_learner_that_must_have_a_gpu_and_an_implausible_number_of_generators_are_refused():
     check_placement(load(["learner.device=cpu"]))
     # A machine without a driver, or a CPU build of torch.
     with pytest.raises(ConfigError, match=r"^learner.device=cuda must have an NVIDIA GPU"):
         check_placement(load(["learner.device=cuda"]))
     with pytest.raises(ConfigError, match=r"weights\.backend=nccl must have a GPU for the learner and .* got 0 here"):
         check_placement(load(["weights.backend=nccl"]))
+    check_target(make_run(), 8, num_cores=2)
+    with pytest.raises(ConfigError, match=r"generators must be <= 8 on this machine of 2 cores, got 100: lower it"):
+        check_target(make_run(), 100, num_cores=2)
+    for settings in ({"count": 20}, {"autoscale": {"max": 20}}):
+        check_target(make_run(generators=settings), 20, num_cores=2)
+        with pytest.raises(ConfigError, match="<= 20"):
+            check_target(make_run(generators=settings), 21, num_cores=2)
 
 
 def test_the_driver_is_asked_for_the_gpus_and_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -171,13 +178,3 @@ def test_the_driver_is_asked_for_the_gpus_and_their_memory(tmp_path: Path, monke
 )
 def test_only_gpus_visible_to_the_launcher_are_assigned(value: str, names: list[str]):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}, torch_version="2.13.0+cu130") == names
-
-
-def test_an_implausible_number_of_generators_is_refused_unless_the_settings_have_it():
-    check_target(make_run(), 8, num_cores=2)
-    with pytest.raises(ConfigError, match=r"generators must be <= 8 on this machine of 2 cores, got 100: lower it"):
-        check_target(make_run(), 100, num_cores=2)
-    for settings in ({"count": 20}, {"autoscale": {"max": 20}}):
-        check_target(make_run(generators=settings), 20, num_cores=2)
-        with pytest.raises(ConfigError, match="<= 20"):
-            check_target(make_run(generators=settings), 21, num_cores=2)

@@ -74,11 +74,7 @@ def test_a_resumed_run_starts_from_the_overrides_that_started_it(tmp_path: Path)
     [
         (3, [], "ended after 3 of 3 steps. To continue it, set learner.max_steps above 3."),
         (2, ["learner.max_steps=1"], "ended after 2 of 1 steps. To"),
-        (
-            2,
-            [],
-            "because evaluation.stop was met. To continue it, set learner.max_steps above 2 or change evaluation.stop.",
-        ),
+        (2, [], "because evaluation.stop was met. To continue it, set learner.max_steps above 2 or change evaluation."),
         (3, ["learner.max_steps=9"], ""),
         (2, ["evaluation.stop=null"], ""),
         (3, ["mode=evaluate"], ""),
@@ -129,9 +125,8 @@ def test_a_run_that_has_ended_is_reported_although_its_curve_cannot_be_drawn(tmp
     folder.write_summary({"times": {}, "best": None, "evaluation": {}, "steps": 1})
     folder.append_metrics({"step": 1, "time_s": 1.0})
     with no_file_above(1000):
-        run_module.report(
-            run, folder, overrides=["logging.backends=[trackio]", "data.train=[/a.parquet]"], program="slipstream"
-        )
+        overrides = ["logging.backends=[trackio]", "data.train=[/a.parquet]"]
+        run_module.report(run, folder, overrides=overrides, program="slipstream")
     printed = capsys.readouterr().out
     assert "curve        not drawn: [Errno 27] File too large" in printed
     assert "final model" in printed

@@ -98,7 +98,7 @@ def check_room(count: int) -> None:
         raise ConfigError("there are 8 GPUs")
 
 
-def test_a_request_is_carried_out_reported_and_answered_but_one_to_the_previous_launcher_is_ignored():
+def test_a_request_is_carried_out_reported_and_answered_or_refused_with_the_reason():
     scene = Scene()
     scene.store.request("launcher", "generators", "3 request-0")
     assert scene.poll() == []
@@ -107,9 +107,6 @@ def test_a_request_is_carried_out_reported_and_answered_but_one_to_the_previous_
     assert scene.poll() == [change, ("generator-1", "started")]
     launcher = scene.store.roles()["launcher"]
     assert (launcher["answered"], launcher["refusal"], launcher["generators_target"]) == ("request-1", "", 4)
-
-
-def test_a_number_without_room_or_beyond_the_bounds_of_the_autoscaler_is_refused_with_the_reason():
     scene = Scene()
     scene.poll()
     launcher = scene.answer(9)
@@ -121,7 +118,7 @@ def test_a_number_without_room_or_beyond_the_bounds_of_the_autoscaler_is_refused
         assert f"between generators.autoscale.min and max (2 to 4), got {count}" in refusal
 
 
-def test_the_autoscaler_scales_up_to_the_room_and_reports_why(quick):
+def test_the_autoscaler_scales_up_from_min_to_the_room_and_reports_missing_room_once_per_target(quick):
     scene = Scene(AutoscaleConfig(max=20), target=7)
     events = [scene.settle()[0] for _ in range(2)]
     reason = WAITED.format("100%", 5)
@@ -129,6 +126,15 @@ def test_the_autoscaler_scales_up_to_the_room_and_reports_why(quick):
         ("launcher", f"the number of generators changes from 7 to 8: {reason}"),
         ("launcher", f"the number of generators stays at 8, although {reason}: there are 8 GPUs"),
     ]
+    scene = Scene(AutoscaleConfig(max=20), target=8)
+    events = []
+    for target in (8, 8, 8, 7, 8, 8):
+        scene.pool.target = target
+        events += [event.message.partition(":")[0].partition(",")[0] for event in scene.settle()]
+    stays, changes = "the number of generators stays at 8", "the number of generators changes from 7 to 8"
+    assert events == [stays, changes, "started", stays]
+    change = "the number of generators changes from 2 to 3: generators.autoscale.min is 3"
+    assert Scene(AutoscaleConfig(min=3), target=2).settle()[0] == ("launcher", change)
 
 
 @pytest.mark.parametrize(
@@ -140,31 +146,13 @@ def test_nothing_is_measured_while_a_generator_starts_or_before_the_learner_wait
     assert scene.pool.target == len(states)
 
 
-def test_missing_room_is_reported_once_per_target(quick):
-    scene = Scene(AutoscaleConfig(max=20), target=8)
-    events = []
-    for target in (8, 8, 8, 7, 8, 8):
-        scene.pool.target = target
-        events += [event.message.partition(":")[0].partition(",")[0] for event in scene.settle()]
-    stays, changes = "the number of generators stays at 8", "the number of generators changes from 7 to 8"
-    assert events == [stays, changes, "started", stays]
-
-
-def test_below_min_generators_are_started_again(quick):
-    change = "the number of generators changes from 2 to 3: generators.autoscale.min is 3"
-    assert Scene(AutoscaleConfig(min=3), target=2).settle()[0] == ("launcher", change)
-
-
-def test_a_generator_that_never_works_is_ignored_with_one_event(quick):
+def test_a_generator_that_never_works_is_ignored_with_one_event_and_its_capacity_does_not_count(quick):
     scene = Scene(AutoscaleConfig(), target=2)
     assert scene.watch("ready", "unsynced", polls=21) == []
     ignored = "generator-1 is unsynced and has not worked for 20 s: the autoscaler ignores it until it works"
     change = f"the number of generators changes from 2 to 3: {WAITED.format('100%', 5)}"
     expected = [("generator-1", ignored), ("launcher", change), ("generator-1", "started")]
     assert scene.watch("ready", "unsynced", polls=6) == expected
-
-
-def test_the_capacity_of_an_ignored_generator_does_not_count(quick):
     scene = Scene(AutoscaleConfig(), target=3)
     events = []
     for _ in range(40):
@@ -173,9 +161,6 @@ def test_the_capacity_of_an_ignored_generator_does_not_count(quick):
         events += scene.watch("ready", "ready", polls=1)
     assert [event.role for event in events] == ["generator-2"]
     assert scene.pool.target == 3
-
-
-def test_nothing_is_decided_while_the_learner_is_silent(quick):
     scene = Scene(AutoscaleConfig())
     scene.report_roles("ready")
     events = []
@@ -282,15 +267,7 @@ class Measured:
         self.clock = FakeClock()
         self.scaler = Autoscaler(config, clock=self.clock)
 
-    def observe(
-        self,
-        rows: list[dict[str, float]],
-        *,
-        after_s: float = 60,
-        busy: float | None = 1.0,
-        target: int = 1,
-        **more: Any,
-    ) -> Any:
+    def observe(self, rows, *, after_s=60, busy: float | None = 1.0, target=1, **more: Any) -> Any:
         """(new target, reason), or None."""
         self.clock.now += after_s
         settings = {"is_starving": False, "num_ready": target} | more
@@ -324,27 +301,12 @@ def test_one_generator_more_or_less_is_decided_by_the_waits_and_each_change_says
     assert Measured(config).observe(rows(waited_s, 1 - waited_s), busy=busy, target=target) == expected
 
 
-def test_a_generator_that_is_not_ready_holds_up_a_change_to_fewer():
-    assert Measured(CONFIG).observe(rows(0.0, 1.0), busy=0.4, target=3, num_ready=1) is None
-
-
-def test_every_change_starts_a_new_window():
+def test_every_change_starts_a_new_window_and_waits_of_earlier_ones_do_not_count():
     measured, waiting = Measured(), rows(0.9, 0.1)
     assert measured.observe(waiting, after_s=59) is None
     assert measured.observe([], after_s=1) == (2, WAITED.format("90%", 60))
     assert measured.observe([], target=2) is None
     assert measured.observe(rows(0, 1), after_s=0, target=2) is None
-
-
-def test_without_a_step_the_share_of_starving_observations_counts():
-    assert Measured().observe([], after_s=61, is_starving=True) == (2, WAITED.format("100%", 61))
-    measured = Measured()
-    for is_starving in (False, False, False, True):
-        assert measured.observe([], after_s=0, is_starving=is_starving) is None
-    assert measured.observe([], is_starving=True) == (2, WAITED.format("40%", 60))
-
-
-def test_waits_of_earlier_windows_do_not_count():
     measured = Measured()
     assert measured.observe(rows(0.0, 100.0)) is None
     assert measured.observe(rows(0.4, 0.6)) == (2, WAITED.format("40%", 60))
@@ -355,9 +317,15 @@ def test_waits_of_earlier_windows_do_not_count():
     assert measured.observe(rows(0.0, 1.0), after_s=1) is None
 
 
-def test_too_few_steps_decide_nothing_and_slow_ones_are_measured_for_longer():
+def test_without_a_step_starving_observations_count_and_slow_steps_are_measured_for_longer():
+    assert Measured().observe([], after_s=61, is_starving=True) == (2, WAITED.format("100%", 61))
+    measured = Measured()
+    for is_starving in (False, False, False, True):
+        assert measured.observe([], after_s=0, is_starving=is_starving) is None
+    assert measured.observe([], is_starving=True) == (2, WAITED.format("40%", 60))
     assert Measured().observe(rows(9.0, 1.0, count=4)) is None
     measured, step = Measured(), rows(9.0, 1.0, count=1)
     for _ in range(4):
         assert measured.observe(step, is_starving=True) is None
     assert measured.observe(step, is_starving=True) == (2, WAITED.format("90%", 300))
+    assert Measured(CONFIG).observe(rows(0.0, 1.0), busy=0.4, target=3, num_ready=1) is None

@@ -11,7 +11,7 @@ from slipstream.configs.load import load
 from slipstream.launch.sweep import Spread, SweptRun, combine, draw, expand, name_runs, run_sweep
 from slipstream.runtime.run_folder import RunFolder
 
-RATE = "learner.optimizer.learning_rate"
+RATE, STEPS = "learner.optimizer.learning_rate", "learner.max_steps"
 
 
 @pytest.mark.parametrize(
@@ -21,10 +21,7 @@ RATE = "learner.optimizer.learning_rate"
         (["seed=range(1,3)", "name=mine"], [["seed=1"], ["seed=2"]]),
         (["recipe=choice(dapo,gspo)"], [["recipe=dapo"], ["recipe=gspo"]]),
         (["seed=1,2", f"{RATE}=1e-3,3e-3"], [[f"seed={n}", f"{RATE}={r}"] for n in (1, 2) for r in (0.001, 0.003)]),
-        (
-            ["seed=3", "learner.max_steps=4,5", "seed=1,2", "learner.max_steps=6"],
-            [["seed=1", "learner.max_steps=6"], ["seed=2", "learner.max_steps=6"]],
-        ),
+        (["seed=3", f"{STEPS}=4,5", "seed=1,2", f"{STEPS}=6"], [["seed=1", f"{STEPS}=6"], ["seed=2", f"{STEPS}=6"]]),
         (["data.train=[a,b],[c]"], [["data.train=[a,b]"], ["data.train=[c]"]]),
         (["~loggers", "data.train='a b',c"], [["~loggers", "data.train='a b'"], ["~loggers", "data.train=c"]]),
     ],
@@ -61,9 +58,7 @@ def test_values_that_cannot_be_swept_are_refused(overrides: list[str], sentence:
         (["a.one=1,2", "b.one=3,4"], [f"mine-a.one-{a}-b.one-{b}" for a in (1, 2) for b in (3, 4)]),
     ],
 )
-def test_runs_are_named_after_their_values_if_these_tell_them_apart(
-    overrides: list[str], names: list[str] | None
-) -> None:
+def test_runs_are_named_after_their_values_if_these_tell_them_apart(overrides, names):
     swept = expand(overrides)
     assert name_runs("mine", swept) == (names or [f"mine-{number}" for number in range(1, len(swept) + 1)])
 
@@ -112,8 +107,5 @@ def test_means_and_ranges_are_over_the_seeds_of_each_combination_that_ended() ->
         ["1", "2", "0.188 (0.125 to 0.250)", "1.000 (1.000 to 1.000)"],
         ["2", "1", "1.000 (1.000 to 1.000)", "1.000 (1.000 to 1.000)"],
     ]
-
-
-def test_without_seeds_there_is_one_table() -> None:
     runs = [SweptRun(f"mine-{rate}", {RATE: rate}) for rate in ("1", "2")]
     assert len([*draw(runs)]) == 1

@@ -121,30 +121,23 @@ def test_the_parts_of_prime_rl_are_read_from_one_folder(tmp_path: Path) -> None:
     assert found.untranslated == []
 
 
+DISTILL = "distillation: {enabled: true,"
 CASES: dict[str, dict[str, str]] = {
     "verl": {
         "trainer.logger: [console, wandb, mlflow]\ntrainer.project_name: p": "logging.backends={wandb: {project: p}}",
         "trainer.logger: [wandb]\ntrainer.project_name: p": "logging.backends={wandb: {project: p}}",
         "reward_model.enable: true\nreward_model.model.path: r": "generators.reward.arguments={path: r}",
-        "reward.reward_model.enable: true\nreward.reward_model.model_path: r": (
-            "generators.reward.function=reward_model"
-        ),
+        "reward.reward_model: {enable: true, model_path: r}": "generators.reward.function=reward_model",
         "custom_reward_function.path: f.py\ncustom_reward_function.name: g": "generators.reward.function='f.py:g'",
         "critic.optim.lr: 2e-5\nalgorithm.adv_estimator: gae": "algorithm.critic.optimizer.learning_rate=0.00002",
         "data.image_key: figures": "data.columns={images: figures}",
-        "data.apply_chat_template_kwargs: {enable_thinking: false}": (
-            "model.chat_template_kwargs={enable_thinking: false}"
-        ),
+        "data.apply_chat_template_kwargs: {thinking: false}": "model.chat_template_kwargs={thinking: false}",
         "trainer.total_epochs: 2": "learner.epochs=2",
         "actor_rollout_ref.rollout: {val_kwargs: {temperature: 0.7, top_p: 0.9, n: 2}}\ndata.val_files: a.parquet": (
             "data.eval=[{name: a, path: a.parquet, samples: 2, temperature: 0.7, top_p: 0.9, top_k: -1}]"
         ),
-        "distillation: {enabled: true, distillation_loss: {use_task_rewards: false}}": (
-            "algorithm/advantage=moving_baseline"
-        ),
-        "distillation: {enabled: true, teacher_models: {t: {model_path: big}}}": (
-            "algorithm.distillation.teacher_path=big"
-        ),
+        f"{DISTILL} distillation_loss: {{use_task_rewards: false}}}}": "algorithm/advantage=moving_baseline",
+        f"{DISTILL} teacher_models: {{t: {{model_path: big}}}}}}": "algorithm.distillation.teacher_path=big",
         "distillation: {enabled: true, distillation_loss: {topk: 8}}": "algorithm.distillation.top_k=8",
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size: 2": "learner.sequence_parallel=2",
         "actor_rollout_ref.actor.clip_ratio: 0.3": "algorithm.policy_loss.clip_high=0.2",
@@ -191,11 +184,7 @@ def test_a_setting_of_another_trainer_becomes_ours(tmp_path: Path, trainer: str,
         ("trl", "optim: lion_32bit", ""),
         ("verl", "actor_rollout_ref.actor.optim.optimizer: AdamW8bit", "adamw_8bit"),
         ("verl", "actor_rollout_ref.actor: {optim.optimizer: adam, fsdp_config.optimizer_offload: true}", None),
-        (
-            "verl",
-            "actor_rollout_ref.actor: {optim: {optimizer: dist_muon}, fsdp_config: {optimizer_offload: true}}",
-            "muon",
-        ),
+        ("verl", "actor_rollout_ref.actor: {optim.optimizer: dist_muon, fsdp_config.optimizer_offload: true}", "muon"),
         ("openrlhf", "actor.optim: muon", "muon"),
         ("prime-rl", "trainer.optim.type: muon", "muon"),
         ("prime-rl", "trainer.optim.type: sgd", ""),
@@ -212,15 +201,12 @@ def test_the_optimizer_of_another_trainer_becomes_ours(tmp_path: Path, trainer: 
     assert not [line for line in found.untranslated if "optim" in line]
 
 
-def test_bounds_and_penalties_without_effect_are_left_out(tmp_path: Path) -> None:
+def test_bounds_and_penalties_without_effect_are_left_out_and_a_bypass_with_weights_is_a_correction(tmp_path) -> None:
     lines = "actor_rollout_ref.actor: {policy_loss: {loss_mode: cispo}, clip_ratio_low: 10, clip_ratio_high: 0.28}\n"
     lines += "algorithm: {adv_estimator: remax, use_kl_in_reward: true, kl_ctrl: {kl_coef: 0.0}}\n"
     run = load(imported(tmp_path, "verl", lines + "actor_rollout_ref.model.path: m", name="f.yaml").overrides)
     assert run.algorithm.policy_loss.clip_low is None  # type: ignore[attr-defined]
     assert (run.algorithm.kl.coef, run.algorithm.kl.apply_to) == (0, "loss")
-
-
-def test_a_bypass_with_weights_of_verl_is_a_correction(tmp_path: Path) -> None:
     lines = "algorithm: {adv_estimator: rloo, rollout_correction: {bypass_mode: true, loss_type: reinforce, "
     lines += "rollout_is: sequence, rollout_is_threshold: 3.0, rollout_is_batch_normalize: true}}\n"
     lines += "actor_rollout_ref: {model: {path: m}, rollout: {n: 4, agent: {default_agent_loop: my_agent}}}"
@@ -237,10 +223,8 @@ def test_tools_and_users_of_verl_become_those_of_an_agent(tmp_path: Path) -> Non
     (tmp_path / "tools.yaml").write_text(tools)
     (tmp_path / "users.yaml").write_text("interaction:\n- name: teacher\n  class_name: my.Teacher\n  config: {}\n")
     key = "actor_rollout_ref.rollout.multi_turn"
-    lines = (
-        f"{key}.tool_config_path: {tmp_path}/tools.yaml\n{key}.max_assistant_turns: 5\nalgorithm.adv_estimator: grpo\n"
-    )
-    lines += "actor_rollout_ref: {model: {path: m}, rollout: {n: 4}}\n"
+    lines = f"{key}.tool_config_path: {tmp_path}/tools.yaml\n{key}.max_assistant_turns: 5\n"
+    lines += "algorithm.adv_estimator: grpo\nactor_rollout_ref: {model: {path: m}, rollout: {n: 4}}\n"
     agent = load(imported(tmp_path, "verl", lines, name="f.yaml").overrides).generators.agent
     assert (type(agent), agent.max_turns) == (ToolsAgentConfig, 5)  # type: ignore[union-attr]
     assert [(tool.function, tool.arguments) for tool in agent.tools] == [("my.tools:Search", {"url": "u"})]  # type: ignore[union-attr]
@@ -305,7 +289,7 @@ def test_only_a_setting_that_differs_from_its_default_is_noted(tmp_path: Path, u
     assert [line for line in noted.notes if line.startswith(f"{key}=")]
 
 
-def test_settings_that_need_no_equivalent_say_why(tmp_path: Path) -> None:
+def test_settings_that_need_no_equivalent_say_why_an_older_name_counts_and_other_files_are_refused(tmp_path) -> None:
     lines = "trainer.balance_batch: true\ncritic.optim.lr: 1\nalgorithm.adv_estimator: grpo"
     found = imported(tmp_path, "verl", lines, name="f.yaml")
     assert found.untranslated == []
@@ -314,16 +298,10 @@ def test_settings_that_need_no_equivalent_say_why(tmp_path: Path) -> None:
         f"{reason}: trainer.balance_batch=true",
         "only algorithm/advantage=gae has a critic: critic.optim.lr=1",
     ]
-
-
-def test_an_older_name_counts_unless_the_newer_one_has_another_value(tmp_path: Path) -> None:
     lines = "rollout.batch_size: 8\nrollout_batch_size: 8\nseed: 1\ntrain.seed: 2"
     found = imported(tmp_path, "openrlhf", lines, name="f.yaml")
     assert {"learner.prompts_per_step=8", "seed=2"} <= set(found.overrides)
     assert found.untranslated == ["seed = 1"]
-
-
-def test_a_file_of_another_program_is_refused(tmp_path: Path) -> None:
     for trainer, content, name in (("prime-rl", "a = 1", "rl.toml"), ("openrlhf", "a: 1", "f.yaml")):
         with pytest.raises(ConfigError, match="FILE must hold settings of"):
             imported(tmp_path, trainer, content, name=name)

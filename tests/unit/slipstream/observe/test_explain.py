@@ -95,7 +95,7 @@ def on_step(reader: RunReader) -> str:
     return "\n".join([*explain_step(reader, entry, members), *map(str, cells)])
 
 
-def test_a_step_names_its_trajectories_and_the_weights_after_it():
+def test_a_step_names_its_trajectories_and_the_weights_after_it_and_a_version_its_step():
     printed = on_step(read(make_store()))
     for part in (
         "2 trajectories in 1 groups, learner at version 0",
@@ -108,6 +108,12 @@ def test_a_step_names_its_trajectories_and_the_weights_after_it():
         "0-0-1",
     ):
         assert part in printed
+    reader = read(make_store())
+    assert [*explain_version(reader, 1)] == ["version 1: the weights after step 1, checksum bbbb"]
+    with pytest.raises(ConfigError, match=re.escape("version must have been published by this run, got 5.")):
+        list(explain_version(reader, 5))
+    with pytest.raises(ConfigError, match="step must be one of the ledger's, 1 to 1, got 2"):
+        find_entry(reader, 2)
 
 
 def test_a_step_lists_groups_that_were_reused_weighted_or_mixed_in():
@@ -152,12 +158,3 @@ def test_an_event_is_told_with_the_step_in_which_it_happened(tmp_path):
     for now[0], text in ((975.0, "died"), (975.5, "restarted"), (1001.0, "later")):
         store.record_event("generator-0", text)
     assert read(store, folder).events_by_step(rows) == {2: ["generator-0: died", "generator-0: restarted"]}
-
-
-def test_a_version_names_its_step_and_checksum_and_unknown_ones_are_refused():
-    reader = read(make_store())
-    assert [*explain_version(reader, 1)] == ["version 1: the weights after step 1, checksum bbbb"]
-    with pytest.raises(ConfigError, match=re.escape("version must have been published by this run, got 5.")):
-        list(explain_version(reader, 5))
-    with pytest.raises(ConfigError, match="step must be one of the ledger's, 1 to 1, got 2"):
-        find_entry(reader, 2)

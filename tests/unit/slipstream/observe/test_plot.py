@@ -16,20 +16,18 @@ def test_a_run_becomes_a_picture_beside_its_metrics_even_if_never_evaluated(tmp_
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_every_held_out_set_has_a_curve_of_the_evaluated_steps():
+def test_every_held_out_set_and_every_lag_has_its_curve_and_a_running_mean_looks_back_only():
     rows = [make_row(step) | (EVALUATED if step % 10 == 0 else {}) for step in range(1, 31)]
     rows[9]["eval/accuracy_aime"], rows[29]["eval/accuracy_aime"] = 0.1, 0.2
     lines = draw(rows, title="a run").axes[0].get_lines()
     labels = [str(line.get_label()) for line in lines]
     assert labels == ["sampled, last 0.400", "greedy, last 0.500", "aime, last 0.200"]
     assert [list(line.get_xdata()) for line in lines] == [[10, 20, 30], [10, 20, 30], [10, 30]]
-
-
-def test_every_lag_has_its_line_of_mismatch_from_fresh_to_stale():
     buckets = {f"learner/by_lag/{bucket}/mismatch_k3": 0.01 for bucket in ("16+", "0", "2-3", "8-15")}
     mismatch = draw([{"step": 1, "time_s": 1.0} | buckets, {"step": 2, "time_s": 2.0}], title="a run").axes[2]
     assert [line.get_label() for line in mismatch.get_lines()] == ["0", "2-3", "8-15", "16+"]
     assert [list(line.get_xdata()) for line in mismatch.get_lines()] == [[1]] * 4
+    assert running_mean([1.0, 3.0, 5.0, 7.0], width=2) == [1.0, 2.0, 4.0, 6.0]
 
 
 ANSWERS = {"learner/by_source/sums/length_mean": 4.0, "learner/by_source/sums/trajectories": 30.0}
@@ -63,7 +61,3 @@ def test_a_folder_without_steps_is_refused(tmp_path):
         with pytest.raises(ConfigError, match=r"metrics\.jsonl must"):
             plot_run(tmp_path)
         (tmp_path / "metrics.jsonl").write_text("")
-
-
-def test_the_running_mean_looks_back_only():
-    assert running_mean([1.0, 3.0, 5.0, 7.0], width=2) == [1.0, 2.0, 4.0, 6.0]

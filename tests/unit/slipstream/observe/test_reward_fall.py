@@ -35,15 +35,12 @@ def by_key(answer):
     return {finding.key: finding for finding in answer.findings}
 
 
-def test_a_fall_is_told_with_its_figures_and_its_first_step():
+def test_a_fall_is_told_with_its_figures_and_what_changed_with_it_first_changes_first():
     answer = explain()
     assert answer.headline.startswith("The reward fell from 0.8")
     assert answer.headline.endswith(", from step 51 on.")
     assert answer.findings == []
     assert answer.note == "No watched metric changed with it."
-
-
-def test_a_fall_with_a_larger_lag_or_more_clipping():
     answer = explain(**{"lag/mean": 6.0})
     assert list(by_key(answer)) == ["lag/mean"]
     found = answer.findings[0]
@@ -58,8 +55,6 @@ def test_a_fall_with_a_larger_lag_or_more_clipping():
     assert "the policy loss clips most of the data" in found.advice
     assert explain(**{"lag/mean": 0.2}).findings == [], "a change for the better is no sign"
 
-
-def test_what_changes_first_is_told_first():
     def change(row):
         since = {"learner/grad_norm": (51, 30.0), "learner/ess": (53, 0.2)}
         return {key: value for key, (step, value) in since.items() if row["step"] >= step}
@@ -99,7 +94,7 @@ def test_a_fall_by_other_data_is_split_into_mix_and_rewards(before, after, split
         assert answer.note == ""
 
 
-def test_answers_that_are_cut_and_parts_that_fall_are_named():
+def test_answers_that_are_cut_parts_that_fall_other_settings_events_and_held_out_rewards_are_told():
     def change(row):
         late = row["step"] >= FALLS_AT
         names = {"stop_length": 0.6 if late else 0.01, "part_format": 0.1 if late else 0.9}
@@ -108,9 +103,6 @@ def test_answers_that_are_cut_and_parts_that_fall_are_named():
     answer = explain(change=change)
     assert "max_tokens (now" in by_key(answer)["learner/by_source/math/stop_length"].advice
     assert "part of the reward that fell: learner/by_source/math/part_format, 0.9 to 0.1" in answer.facts
-
-
-def test_other_settings_events_and_held_out_rewards_are_told():
     entries = [StepEntry(step, step, step, 0, "aaaa" if step < 51 else "bbbb", [], []) for step in range(1, STEPS + 1)]
     events = {1: ["long before"], 51: ["learner: restarted"]}
     change = lambda row: {"eval/reward_greedy": 0.9 - 0.005 * row["step"]} if row["step"] % 5 == 0 else {}  # noqa: E731
@@ -129,15 +121,12 @@ def test_noise_and_a_rise_are_no_fall(slope):
     assert answer.findings == []
 
 
-def test_a_reward_that_only_rises_few_steps_and_steps_without_a_reward_give_no_answer():
+def test_only_rises_and_few_steps_give_no_answer_and_windows_of_a_fall_do_not_overlap():
     rows = [{"step": step, "learner/reward_mean": 0.01 * step} for step in range(1, 41)]
     assert explain_reward(rows, make_run()).facts == ["no 5 steps have a lower mean than 5 steps before them"]
     rows = [{"step": step, "learner/reward_mean": 0.5 if step < 12 else float("nan")} for step in range(1, 40)]
     assert explain_reward(rows, make_run()).headline.startswith("11 steps have a reward")
     assert explain_reward(rows[10:], make_run()).headline.startswith("1 step has a reward")
-
-
-def test_the_largest_fall_is_found_between_windows_that_do_not_overlap():
     values = [0.0] * 20 + [1.0] * 20 + [0.2] * 20 + [0.6] * 20
     windows = largest_fall(values)
     assert (windows.before, windows.after, windows.width) == (20, 40, 10)

@@ -12,12 +12,22 @@ def role(status, name):
     return next(each for each in status.roles if each.name == name)
 
 
-def test_roles_are_alive_silent_or_gone_and_generators_are_last():
+def test_roles_are_alive_silent_or_gone_and_a_generator_has_its_figures_whatever_the_types_of_its_gauges():
     status = status_of()
     names = ["broker", "launcher", "learner", "generator-0", "generator-1", "generator-2"]
     assert [each.name for each in status.roles] == names
     assert [each.liveness for each in status.roles[3:]] == ["alive", "silent", "gone"]
     assert role(status, "generator-1").report_age_s == 90.0
+    first = role(status_of(), "generator-0")
+    assert (first.version, first.version_lag, first.tokens_per_s) == (2, 1, 5210.25)
+    assert (first.running, first.capacity, first.restarts) == (32, 64, 2)
+    assert (first.host, first.pid, first.progress_age_s) == ("node", 7, 0.5)
+    assert role(status_of(), "learner").version_lag is None
+    gauges = make_gauges(version=-1, tokens_per_s="fast", running=None, max_concurrency="many")
+    without_weights = role(status_of({"g": (0, gauges)}), "g")
+    assert (without_weights.version, without_weights.version_lag) == (None, None)
+    assert (without_weights.tokens_per_s, without_weights.running, without_weights.capacity) == (None, None, 64)
+    assert role(status_of({"g": (0, make_gauges(max_concurrency=16))}), "g").capacity == 16, "as reported"
 
 
 @pytest.mark.parametrize(("age_s", "liveness"), [(8.0, "alive"), (8.01, "silent"), (-60.0, "silent")])
@@ -32,55 +42,13 @@ def test_the_address_to_join_is_that_of_a_living_broker(age_s, address):
     assert status_of().address == ""
 
 
-def test_a_generator_has_version_lag_throughput_capacity_and_restarts_whatever_the_types_of_its_gauges():
-    first = role(status_of(), "generator-0")
-    assert (first.version, first.version_lag, first.tokens_per_s) == (2, 1, 5210.25)
-    assert (first.running, first.capacity, first.restarts) == (32, 64, 2)
-    assert (first.host, first.pid, first.progress_age_s) == ("node", 7, 0.5)
-    assert role(status_of(), "learner").version_lag is None
-    gauges = make_gauges(version=-1, tokens_per_s="fast", running=None, max_concurrency="many")
-    without_weights = role(status_of({"g": (0, gauges)}), "g")
-    assert (without_weights.version, without_weights.version_lag) == (None, None)
-    assert (without_weights.tokens_per_s, without_weights.running, without_weights.capacity) == (None, None, 64)
-    assert role(status_of({"g": (0, make_gauges(max_concurrency=16))}), "g").capacity == 16, "as reported"
-
-
-def test_a_paced_generator_waits_for_the_learner_and_a_training_learner_does_not_wait():
+def test_paced_generators_and_those_with_room_wait_for_the_learner_and_all_for_dead_silent_and_missing_roles():
     assert status_of().waits == [Wait("generator-0", "the learner", "pacing: wait")]
-
-
-def test_generators_with_room_wait_for_the_learner_while_nothing_is_admitted():
     reported = make_reports() | {"generator-0": (0, make_gauges())}
     waits = status_of(reported, phase="finishing").waits
     assert waits == [Wait("the generators", "the learner", "the run is finishing")]
     reported["generator-0"] = (0, make_gauges(running=64))
     assert status_of(reported, phase="finishing").waits == []
-
-
-SHORT = "waiting for the 2 groups of step 4: 1 of 2 groups are ready"
-
-
-@pytest.mark.parametrize(
-    ("changes", "waits"),
-    [
-        ({"learner": {"reason": SHORT, "waits_for": "groups"}}, [("learner", "the generators")]),
-        (
-            {
-                "broker": {"reason": "trajectories are deferred: store_full", "waits_for": "store"},
-                "learner": {"reason": "the store at x for 3 s of 60 s", "waits_for": "store"},
-            },
-            [("broker", "the store"), ("learner", "the store")],
-        ),
-    ],
-)
-def test_roles_wait_for_what_they_report(changes, waits):
-    reports = {name: (0, {"role": name, "state": "ready"} | gauges) for name, gauges in changes.items()}
-    found = {(wait.waiter, wait.blocked_on): wait.reason for wait in status_of(make_reports() | reports).waits}
-    assert set(waits) <= found.keys()
-    assert [found[wait] for wait in waits] == [gauges["reason"] for gauges in changes.values()]
-
-
-def test_dead_silent_and_missing_roles_are_waited_for():
     reported = make_reports() | {"broker": (43.0, make_reports()["broker"][1])}
     assert status_of(reported).waits[0] == Wait("all roles", "the broker", "the broker has been silent for 43 s")
     reported = make_reports()
@@ -92,29 +60,39 @@ def test_dead_silent_and_missing_roles_are_waited_for():
     assert status_of({}, phase="finished").waits == []
 
 
-def test_ready_groups_are_counted_by_lag_and_events_have_their_age():
+SHORT = "waiting for the 2 groups of step 4: 1 of 2 groups are ready"
+DEFERRED = {"reason": "trajectories are deferred: store_full", "waits_for": "store"}
+STORE = {"reason": "the store at x for 3 s of 60 s", "waits_for": "store"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({"learner": {"reason": SHORT, "waits_for": "groups"}}, [("learner", "the generators")]),
+        ({"broker": DEFERRED, "learner": STORE}, [("broker", "the store"), ("learner", "the store")]),
+    ],
+)
+def test_roles_wait_for_what_they_report(changes, waits):
+    reports = {name: (0, {"role": name, "state": "ready"} | gauges) for name, gauges in changes.items()}
+    found = {(wait.waiter, wait.blocked_on): wait.reason for wait in status_of(make_reports() | reports).waits}
+    assert set(waits) <= found.keys()
+    assert [found[wait] for wait in waits] == [gauges["reason"] for gauges in changes.values()]
+
+
+def test_ready_groups_events_fractions_admission_and_a_full_disk_are_in_the_status():
     status = status_of(ready_versions={0: 1, 3: 5, 2: 4}, events=[Event(990.0, "generator-1", "died")])
     assert list(status.ready_by_lag.items()) == [(0, 5), (1, 4), (3, 1)]
     (event,) = status.events
     assert (event.age_s, event.role, event.text) == (10.0, "generator-1", "died")
-
-
-def test_wait_and_busy_fractions_are_measured():
     status = status_of(rows=(STATUS_ROW, STATUS_ROW))
     assert status.learner_wait_fraction == pytest.approx(0.25)
     assert status.generators_busy_fraction == 0.5, "of the only living generator"
     assert status_of({}).learner_wait_fraction is None
     assert status_of({}).generators_busy_fraction is None
-
-
-def test_admission_has_the_reason_why_no_prompts_are_admitted():
     assert status_of().admission.reason == ""
     assert status_of(phase="finishing").admission.reason == "the run is finishing"
     lagging = make_run(staleness={"max_lag": 1})
     assert status_of(run=lagging).admission.limit == 2 * lagging.learner.prompts_per_step
-
-
-def test_a_store_without_room_is_the_one_wait_of_all_roles():
     (wait,) = status_of(full_disk="/data (0 MiB of 9 MiB free), which holds runs/x/store").waits
     assert (wait.waiter, wait.blocked_on) == ("all roles", "the disk")
     assert "/data (0 MiB of 9 MiB free)" in wait.reason

@@ -28,14 +28,11 @@ def test_an_expected_error_is_one_line_on_stderr_and_exit_code_2(error, capsys):
     assert capsys.readouterr() == ("", "error: x must be 1, got 2\n")
 
 
-def test_a_restartable_error_is_exit_code_75(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restartable_error_is_exit_code_75_and_an_interrupted_command_says_so(capsys) -> None:
     with pytest.raises(SystemExit) as caught, fail_cleanly(FaultError, restartable=(FaultError,)):
         raise FaultError("the claim lapsed")
     assert caught.value.code == 75
     assert capsys.readouterr().err == "error: the claim lapsed\n"
-
-
-def test_an_interrupted_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     app = make_app("help")
 
     @app.command()

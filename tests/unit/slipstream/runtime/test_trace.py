@@ -94,9 +94,8 @@ def test_phases_of_a_role_are_slices_of_its_track(folder: Path) -> None:
     assert slices[2]["dur"] >= 10_000
     ends = [event["ts"] + event["dur"] for event in slices]
     assert all(end <= later["ts"] + 200 for end, later in zip(ends, slices[1:], strict=False))
-    names = {
-        (event["name"], event["pid"], event["tid"]): event["args"]["name"] for event in events if event["ph"] == "M"
-    }
+    named = [event for event in events if event["ph"] == "M"]
+    names = {(event["name"], event["pid"], event["tid"]): event["args"]["name"] for event in named}
     for event in slices:
         assert names["process_name", event["pid"], 0].startswith("learner (")
         assert names["thread_name", event["pid"], event["tid"]] == "learner"
@@ -165,7 +164,7 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-def test_the_phases_sum_to_the_wall_time_with_the_current_one_included(clock: FakeClock) -> None:
+def test_the_phases_sum_to_the_wall_time_and_interrupt_each_other_and_a_restart_forgets_them(clock: FakeClock) -> None:
     account = TimeAccount("rest", clock=clock)
     for seconds, phase in ((1.0, "waiting"), (2.0, "training"), (4.0, "waiting")):
         clock.now += seconds
@@ -173,9 +172,6 @@ def test_the_phases_sum_to_the_wall_time_with_the_current_one_included(clock: Fa
     clock.now += 8.0
     assert account.totals() == {"rest": 1.0, "waiting": 10.0, "training": 4.0}
     assert sum(account.totals().values()) == clock.now - 1000.0
-
-
-def test_a_phase_within_another_interrupts_it_and_ends_with_the_exception_that_ends_its_block(clock: FakeClock) -> None:
     account = TimeAccount("rest", clock=clock)
 
     def train() -> None:
@@ -191,9 +187,6 @@ def test_a_phase_within_another_interrupts_it_and_ends_with_the_exception_that_e
         train()
     clock.now += 16.0
     assert account.totals() == {"training": 9.0, "optimizer": 6.0, "rest": 16.0}
-
-
-def test_a_restart_forgets_everything_but_the_phase(clock: FakeClock) -> None:
     account = TimeAccount("rest", clock=clock)
     clock.now += 1.0
     account.switch("waiting")

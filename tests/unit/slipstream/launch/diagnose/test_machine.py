@@ -103,12 +103,15 @@ def test_ports_in_use_are_not_free_and_those_of_the_kernel_are_told(tmp_path: Pa
     assert_found(machine.check_ports(few, ephemeral=tmp_path / "low"), "warn", overlap)
 
 
-def test_little_shared_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_shared_memory_and_one_core_are_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     assert machine.check_shared_memory(tmp_path / "none").found.endswith("No such file or directory")
     for total, verdict in ((64 * 2**20, "warn"), (GIB, "ok")):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, total=total: usage._replace(total=total))
         assert_found(machine.check_shared_memory(tmp_path), verdict)
+    for cores, verdict in (({0}, "warn"), ({0, 1}, "ok")):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores)
+        assert_found(machine.check_hardware(), verdict)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +155,8 @@ def test_a_clock_is_judged_as_far_as_an_answer_can_tell(offset_s: float, took_s:
     ],
 )
 def test_a_full_disk_fails_and_one_without_room_for_the_checkpoints_is_a_warning(
-    free: int, inodes: int, num_parameters: int, verdict: str, found: str, tmp_path: Path, monkeypatch
-) -> None:
+    free, inodes, num_parameters, verdict, found, tmp_path, monkeypatch
+):
     free //= 4096
     blocks = {"f_blocks": 2 * free, "f_bfree": free, "f_bavail": free, "f_frsize": 4096}
     monkeypatch.setattr(machine.os, "statvfs", lambda _: SimpleNamespace(**blocks, f_files=10**6, f_favail=inodes))
@@ -224,7 +227,7 @@ def test_gpus_are_judged_by_their_driver_and_by_who_uses_them(num_gpus, lines, d
     assert_found(machine.judge_gpus(num_gpus, lines, cuda="13.0", driver=driver, is_live=is_live), verdict, found)
 
 
-def test_a_machine_without_nvidias_driver_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_is_asked_and_a_machine_without_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(machine, "_DEVICES", tmp_path)
     assert machine.check_gpus(cuda="", is_live=False).verdict == "skipped"
@@ -232,9 +235,6 @@ def test_a_machine_without_nvidias_driver_is_told(tmp_path: Path, monkeypatch: p
         (tmp_path / name).touch()
     machine.count_gpus.cache_clear()
     assert machine.check_gpus(cuda="", is_live=False).found == "2 device files, but nvidia-smi lists no GPU"
-
-
-def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n[ $1 = --version ] && echo 'CUDA Version  : 12.8' || echo '{H100}'\n")
     program.chmod(0o700)
@@ -256,9 +256,3 @@ def test_links_between_gpus_are_shown(
     assert "topology:\nGPU0\tGPU1\nX\tNV18\n" in capsys.readouterr().out
     program.write_text("#!/bin/sh\nexit 9\n")
     assert machine.show_topology().verdict == "warn"
-
-
-def test_one_core_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cores, verdict in (({0}, "warn"), ({0, 1}, "ok")):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores)
-        assert_found(machine.check_hardware(), verdict)

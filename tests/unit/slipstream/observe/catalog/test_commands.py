@@ -43,7 +43,7 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_ls_has_a_line_per_group_or_per_trajectory(archive, capsys):
+def test_ls_has_a_line_per_group_or_trajectory_and_stats_count_and_distribute(archive, capsys):
     listed = printed(capsys, "ls", archive)
     assert listed == [
         "group members reward prompt answer outcome tokens versions steps data source reason",
@@ -54,6 +54,12 @@ def test_ls_has_a_line_per_group_or_per_trajectory(archive, capsys):
     assert printed(capsys, "ls", archive, "--limit", 1) == [*listed[:2], "the newest 1; more with --limit"]
     lines = printed(capsys, "ls", archive, "-t", "--where", "outcome=rejected")
     assert lines[1:] == [f"2-0-{index} timeout abcdef ghijkl rejected 12 0 sums late" for index in (1, 0)]
+    lines = printed(capsys, "stats", archive)
+    assert "retired 2 4 0.75 50.0% 0 12 6 3.25" in lines, "half of the tokens of one group are younger"
+    assert "rejected 1 2 - 0.0% 2 12 6 -" in lines
+    assert "sums 1 2 - 0.0% 2 12 6 -" in lines
+    assert "reward 0.75 0.5 0.5 0.75 1 1" in lines
+    assert "lag of the oldest token 3.5 2 2 3.5 5 5" in lines
 
 
 @pytest.mark.parametrize(
@@ -85,15 +91,6 @@ def test_show_prints_origin_versions_and_tokens_of_a_trajectory(archive, capsys)
     lines = printed(capsys, "show", archive, "0-0-1", "--tokens")
     assert (lines[-12], lines[-1]) == ("0 0 a", "11 11 version 3 -0.5000 l")
     assert "ID must be a trajectory in" in complaint(capsys, "show", archive, "9-0-0")
-
-
-def test_stats_count_and_distribute(archive, capsys):
-    lines = printed(capsys, "stats", archive)
-    assert "retired 2 4 0.75 50.0% 0 12 6 3.25" in lines, "half of the tokens of one group are younger"
-    assert "rejected 1 2 - 0.0% 2 12 6 -" in lines
-    assert "sums 1 2 - 0.0% 2 12 6 -" in lines
-    assert "reward 0.75 0.5 0.5 0.75 1 1" in lines
-    assert "lag of the oldest token 3.5 2 2 3.5 5 5" in lines
 
 
 def test_exported_lines_hold_the_texts_too(archive, capsys):

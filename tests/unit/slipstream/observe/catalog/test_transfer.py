@@ -1,6 +1,7 @@
 """`slipstream data import` and `fetch`: files come back unchanged; what is no trajectory or no archive is refused."""
 
 import json
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_a_rollout_from_elsewhere_needs_six_fields(archive):
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"generator_logprobs": [0, 0, float("nan")]}, "JSON is malformed"),
+        ({"generator_logprobs": [0, 0, nan]}, "JSON is malformed"),
         ({"generator_logprobs": [0, 0, None]}, "Expected `float`, got `null` - at `$.generator_logprobs[2]`"),
         ({"generator_logprobs": [0, 0, 0.5]}, "positive_logprob"),
         ({"generator_logprobs": [0, -0.1]}, "shape: generator_logprobs must be float32[3]"),
@@ -142,18 +143,15 @@ def with_value(table: pa.Table, name: str, at: tuple[int, int], value: Any) -> p
     return table.set_column(place, name, pa.array(column, table.schema.field(name).type))
 
 
+NEWER, LOGPROB = {b"slipstream.archive_schema": b"7"}, "generator_logprobs"
+
+
 @pytest.mark.parametrize(
     ("spoil", "rule"),
     [
         (lambda table: table.drop_columns(["token_ids"]), " must have the columns of an archive, but lacks token_ids"),
-        (
-            lambda table: table.replace_schema_metadata({b"slipstream.archive_schema": b"7"}),
-            " must have slipstream.archive_schema <= 2, got 7",
-        ),
-        (
-            lambda table: with_value(table, "generator_logprobs", (3, 7), float("nan")),
-            " row 4 must be a trajectory: nonfinite_logprob",
-        ),
+        (lambda table: table.replace_schema_metadata(NEWER), " must have slipstream.archive_schema <= 2, got 7"),
+        (lambda table: with_value(table, LOGPROB, (3, 7), nan), " row 4 must be a trajectory: nonfinite_logprob"),
         (lambda table: with_value(table, "model_mask", (1, 2), None), " row "),
     ],
 )

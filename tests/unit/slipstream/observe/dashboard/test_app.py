@@ -107,7 +107,7 @@ def test_a_run_of_another_version_is_listed_with_what_is_known(tmp_path, client)
     assert [row["key"] for row in client.get("/api/runs/old/settings").json()] == ["name", "no_such_field"]
 
 
-def test_columns_are_those_that_were_asked_for(client):
+def test_columns_are_those_that_were_asked_for_with_every_number_of_the_file(client, tmp_path):
     found = client.get("/api/runs/mine/series?keys=step,eval/accuracy_sampled,nothing").json()
     assert (found["position"], found["length"]) == ("0.30", 30)
     assert found["columns"]["step"] == list(range(1, 31))
@@ -115,9 +115,6 @@ def test_columns_are_those_that_were_asked_for(client):
     assert "nothing" not in found["columns"]
     assert "learner/entropy" in found["keys"]
     assert client.get(f"/api/runs/mine/series?keys={','.join('x' * 201)}").status_code == 400
-
-
-def test_every_number_is_that_of_the_file(tmp_path, client):
     rows = [json.loads(line) for line in (tmp_path / "mine/metrics.jsonl").read_text().splitlines()]
     keys = {key for row in rows for key, value in row.items() if isinstance(value, int | float)}
     served = client.get("/api/runs/mine/series", params={"keys": ",".join(keys)}).json()["columns"]
@@ -129,15 +126,14 @@ def test_every_number_is_that_of_the_file(tmp_path, client):
         assert found == pytest.approx(numbers, rel=5e-6, nan_ok=True)
 
 
-def test_every_documented_metric_has_its_meaning(client):
+def test_every_documented_metric_and_every_setting_has_its_meaning_and_the_summary_is_empty_before_the_end(
+    client, tmp_path
+):
     meanings = {each["key"]: each for each in client.get("/api/meanings").json()}
     assert meanings["learner/ess"]["healthy"] == ">= 0.3"
     assert meanings["learner/wait_s"]["unit"] == "s"
     assert meanings["learner/stale_fraction"]["healthy"] == "near 0; <= 0.05, see pacing"
     assert "accuracy_before" not in meanings, "keys of the summary are none of a row"
-
-
-def test_settings_have_value_origin_and_meaning_and_the_summary_is_empty_before_the_end(tmp_path, client):
     rows = {row["key"]: row for row in client.get("/api/runs/mine/settings").json()}
     steps = rows["learner.max_steps"]
     assert (steps["value"], steps["origin"]) == (40, "command line learner.max_steps=40")
@@ -227,26 +223,23 @@ def test_a_page_of_the_list_tells_how_many_there_are_and_what_cannot_be_read(tmp
     assert "slipstream view" in trajectories(archived)["notes"][0]
 
 
-def test_a_list_is_filtered_and_sorted(archived):
+def test_a_list_is_filtered_and_sorted_and_a_group_shown_token_by_token_with_its_step(archived):
     assert [row["group_id"] for row in trajectories(archived, "where=group%3D7")["rows"]] == ["7"] * 4
     assert trajectories(archived, "where=step%3E%3D2")["num_rows"] == 0
     indices = [row["index"] for row in trajectories(archived, "sort=index&descending=1")["rows"]]
     assert indices == sorted(indices, reverse=True)
-
-
-@pytest.mark.parametrize("query", ["where=rewrd%3E1", "sort=nothing", "start=-1", "start=x", "where=outcome%3Dnone"])
-def test_a_question_that_makes_no_sense_is_one_sentence(archived, query):
-    answer = archived.get(f"/api/runs/mine/trajectories?{query}")
-    assert (answer.status_code, answer.text.count("\n")) == (400, 1)
-
-
-def test_a_group_is_shown_token_by_token_with_the_step_that_trained_on_it(archived):
     members = archived.get("/api/runs/mine/groups/7").json()
     assert [each["row"]["index"] for each in members] == [0, 1, 2, 3]
     first = members[0]
     assert first["uses"][0]["step"] == 1
     assert len(first["numbers"]["logprob"]) == len(first["token_ids"])
     assert archived.get("/api/runs/mine/groups/77").status_code == 404
+
+
+@pytest.mark.parametrize("query", ["where=rewrd%3E1", "sort=nothing", "start=-1", "start=x", "where=outcome%3Dnone"])
+def test_a_question_that_makes_no_sense_is_one_sentence(archived, query):
+    answer = archived.get(f"/api/runs/mine/trajectories?{query}")
+    assert (answer.status_code, answer.text.count("\n")) == (400, 1)
 
 
 def test_a_run_that_archived_nothing_and_has_no_store_is_one_sentence(tmp_path, client):

@@ -73,19 +73,13 @@ def test_a_run_is_scraped_with_its_name_on_every_sample(run):
         assert samples == [expected], metric
 
 
-def test_a_label_of_a_stranger_stays_a_label(run):
+def test_a_label_of_a_stranger_stays_a_label_names_follow_from_keys_and_a_silent_store_is_a_metric(run):
     name = 'gen"} evil 1\n# HELP x'
     roles = {name: {"role": "generator", "state": "ready"}}
     found = scraped(metrics_of(status_of({name: (0.1, roles[name])}), Context(run, roles, 0.0, 0.0, 0)))
     assert [labels["name"] for labels, _ in found["slipstream_role_up"]] == [name]
     assert "slipstream_store_memory_limit_bytes" not in found
-
-
-def test_a_store_that_does_not_answer_is_a_metric():
     assert scraped(unreachable("mine")) == {"slipstream_up": [({"run": "mine"}, 0.0)]}
-
-
-def test_names_follow_from_keys():
     assert family_of("learner/ess")[0].full_name == "slipstream_learner_ess"
     assert family_of("eval/version") == (family_of("eval/version")[0], {})
     assert FAMILIES["refused_frames"].full_name == "slipstream_refused_frames_total"
