@@ -1,12 +1,20 @@
 """Layout and shape of the code: sizes, names, docstrings, and nothing that runs foreign bytes."""
 
 import ast
+import json
 import re
+import subprocess
+import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import PurePosixPath
 
-from tests.shape.tree import assert_none, paths, syntax, text
+import grimp
+
+from tests.mutants.mutant import KINDS, MutantError, mutated, read_mutants
+from tests.shape.tree import ROOT, assert_none, paths, syntax, text
 
 MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_FOLDER_MODULES = 600, 60, 16
 BANNED_STEMS = {"util", "utils", "common", "helper", "helpers", "misc", "manager", "base_impl"}
@@ -144,3 +152,89 @@ def test_no_file_names_a_path_of_one_machine() -> None:
     files = [path for path in paths() if not path.endswith((".png", ".parquet", "tests/shape/test_code.py"))]
     numbered = [(path, number, line) for path in files for number, line in enumerate(text(path).splitlines(), start=1)]
     assert_none([f"{path}:{number} {line.strip()}" for path, number, line in numbered if MACHINE_PATH.search(line)])
+
+
+WITHOUT_TORCH = [
+    *["slipstream.configs.load", "slipstream.runtime.command_line", "slipstream.cli", "slipstream.notebook"],
+    *["slipstream.buffer.trajectory", "slipstream.buffer.codec", "slipstream.buffer.store"],
+    *["slipstream.buffer.redis.store", "slipstream.broker.messages", "slipstream.broker.dataset"],
+    *["slipstream.broker.router", "slipstream.launch.preflight", "slipstream.launch.commands"],
+    *["slipstream.launch.run", "slipstream.observe.plot", "run_async"],
+]
+"""Modules that load in a moment, because commands and light roles begin with them."""
+
+LOAD = """
+import importlib, json, sys
+heavy = {"torch", "vllm", "deepspeed"}
+for module in sys.argv[1:]:
+    before = heavy & sys.modules.keys()
+    importlib.import_module(module)
+    print(json.dumps([module, sorted(heavy & sys.modules.keys() - before)]))
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def test_the_import_contracts_hold() -> None:
+    checked = run("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = grimp.build_graph("slipstream", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        raise AssertionError(" <- ".join(error.args[1])) from None
+
+
+def test_light_modules_load_without_torch() -> None:
+    loaded = run("-c", LOAD, *WITHOUT_TORCH)
+    assert loaded.returncode == 0, loaded.stderr
+    rows = [json.loads(line) for line in loaded.stdout.splitlines()]
+    assert [module for module, _ in rows] == WITHOUT_TORCH
+    assert_none([f"{module} loads {', '.join(heavy)}" for module, heavy in rows if heavy])
+
+
+MUTANTS = [mutant for kind in KINDS for mutant in read_mutants(kind)]
+
+
+def test_every_mutant_still_applies_names_tests_and_is_a_program():
+    """One that does not compile is caught by anything, and shows nothing."""
+    violations = []
+    for mutant in MUTANTS:
+        violations += [f"{mutant.name}: no {test}" for test in mutant.tests if not (ROOT / test).is_file()]
+        try:
+            changed = mutated(text(mutant.file), mutant)
+        except (MutantError, OSError) as error:
+            violations.append(str(error))
+            continue
+        violations += [f"{mutant.name} changes nothing"] if changed == text(mutant.file) else []
+        violations += [] if is_program(mutant.file, changed) else [f"{mutant.name} is no program"]
+    assert_none(violations)
+
+
+def is_program(file: str, program: str) -> bool:
+    if file.endswith(".lua"):
+        bare = re.sub(r"'[^']*'|--.*", "", program)
+        return all(bare.count(opening) == bare.count(closing) for opening, closing in ("()", "[]", "{}"))
+    try:
+        ast.parse(program)
+    except SyntaxError:
+        return False
+    return True
+
+
+def test_there_are_thirty_mutants_of_either_kind_and_every_one_has_a_name_of_its_own():
+    assert all(len(read_mutants(kind)) >= 30 for kind in KINDS)
+    assert len(MUTANTS) == len({mutant.name for mutant in MUTANTS})
+
+
+def test_what_chaos_cannot_see_is_a_mutant_with_a_reason():
+    unseen = tomllib.loads(text("tests/mutants/delivery.toml"))["unseen_by_chaos"]
+    assert set(unseen) == {mutant.name for mutant in read_mutants("delivery") if mutant.unseen}

@@ -53,7 +53,7 @@ TRIED_BY = {
     "tests/integration/test_site.py": ["make site"],
     "tests/integration/test_gpu_check.py": ["make gpu-bundle", "make gpu-check"],
     "tests/integration/test_chaos.py": ["make chaos", "python -m tests.chaos"],
-    "tests/shape/test_mutants.py": ["make mutants", "python -m tests.mutants"],
+    "tests/shape/test_code.py": ["make mutants", "python -m tests.mutants"],
     "tests/e2e/test_pipeline.py": ["slipstream run", "slipstream evaluate"],
     "tests/integration/test_sft.py": ["slipstream sft"],
     "tests/unit/slipstream/test_cli.py": ["slipstream config"],
@@ -69,7 +69,7 @@ TRIED_BY = {
     "tests/unit/slipstream/observe/viewer/test_viewer.py": ["slipstream view"],
     "tests/unit/slipstream/migration/test_migration.py": ["slipstream import-config"],
     "tests/integration/test_data_commands.py": each_of("slipstream data ", "ls show verify refused"),
-    "tests/unit/slipstream/observe/catalog/test_transfer.py": each_of("slipstream data ", "export import fetch"),
+    "tests/unit/slipstream/observe/catalog/test_commands.py": each_of("slipstream data ", "export import fetch"),
     "tests/integration/test_dead_ends.py": each_of("python -m slipstream.", "broker learner generators"),
     "tests/integration/test_benchmarks.py": each_of(
         "python -m benchmarks.",

@@ -1,7 +1,9 @@
 """The documents are true: links, names of files, settings, options, commands and metrics, generated pages, tables."""
 
 import re
-from pathlib import PurePosixPath
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
 
 import pytest
 import typer
@@ -9,7 +11,10 @@ import typer
 from docs.tools.write_docs import stale_pages
 from slipstream.buffer.role_reports import RoleStatus
 from slipstream.cli import app
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load
 from slipstream.configs.schema import groups, settings
+from slipstream.launch.preflight import check_surroundings
 from slipstream.observe.catalog.commands import app as data_app
 from slipstream.observe.run_status import RunStatus
 from slipstream.runtime.healthy_ranges import RANGES
@@ -156,3 +161,83 @@ def test_the_range_of_a_metric_that_is_watched_is_the_one_documented() -> None:
 
 def test_every_status_key_is_documented_in_the_order_it_comes() -> None:
     assert [*RunStatus.__struct_fields__, *RoleStatus.__struct_fields__] == [key for key, _ in rows("docs/status.md")]
+
+
+FOLDERS = sorted({path.split("/")[1] for path in paths() if re.match("examples/[^/]+/", path)})
+
+
+def test_every_example_has_a_page_with_its_curve_and_is_listed() -> None:
+    listed = re.findall(r"^\| \[(\w+)\]\((\w+)\) \|", text("examples/README.md"), re.MULTILINE)
+    assert sorted(listed) == [(folder, folder) for folder in FOLDERS]
+    for folder in FOLDERS:
+        page = text(f"examples/{folder}/README.md")
+        assert re.search(r"^!\[.+\]\(curve\.png\)$", page, re.MULTILINE), folder
+        assert (ROOT / "examples" / folder / "curve.png").is_file()
+        assert re.search(r"^slipstream run experiment=", page, re.MULTILINE), folder
+
+
+RUNS = [path for path in paths("run.yaml") if path.startswith("examples/")]
+
+
+@pytest.mark.parametrize("path", RUNS)
+def test_an_example_starts_in_a_clone_without_data_and_models(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    try:
+        check_surroundings(load([f"experiment={path}"]))
+    except ConfigError as error:
+        if "needs the library" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("path", RUNS)
+def test_a_model_that_an_example_begins_with_is_made_by_its_first_step(path: str) -> None:
+    run = load([f"experiment={path}"])
+    made = [step for step in run.prepare if step.module == "slipstream"]
+    # Named twice: where it is made and where it is used.
+    assert sorted(2 * [step.creates for step in made]) == sorted(re.findall(r"runs/\w+/final_model", text(path)))
+    for step in made:
+        command, *overrides = step.args
+        first = load(overrides)
+        assert (command, first.mode) == ("sft", "sft")
+        assert Path(step.creates) == Path(first.runs_dir) / first.name / "final_model"
+
+
+LINES = [line for line in text("Dockerfile").replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
+INSTRUCTIONS = [tuple(line.split(maxsplit=1)) for line in LINES]
+FINAL = INSTRUCTIONS[max(at for at, (word, _) in enumerate(INSTRUCTIONS) if word == "FROM") :]
+
+
+def test_the_image_is_made_of_instructions_stages_and_extras_that_there_are() -> None:
+    known = {"ARG", "FROM", "WORKDIR", "RUN", "COPY", "ENV", "USER", "CMD"}
+    assert {word for word, _ in INSTRUCTIONS} <= known
+    stages = re.findall(r"AS (\w+)", " ".join(rest for word, rest in INSTRUCTIONS if word == "FROM"))
+    copied = re.findall(r"--from=(\w+)", text("Dockerfile"))
+    assert copied
+    assert set(copied) <= set(stages)
+    offered = set(tomllib.loads(text("pyproject.toml"))["project"]["optional-dependencies"])
+    (installed,) = re.findall(r'"\.\[\$BUILD,([\w,]+)\]"', text("Dockerfile"))
+    assert {*installed.split(","), "cpu", "gpu"} <= offered
+    assert '--constraints "constraints/$BUILD.txt"' in text("Dockerfile")
+    assert "--constraints hashes.txt" in text("Dockerfile")
+    assert ("ARG", "BUILD=gpu") in INSTRUCTIONS
+
+
+def test_the_image_runs_without_root_as_the_user_of_the_manifests() -> None:
+    users = [rest for word, rest in FINAL if word == "USER"]
+    assert users == ["1000:1000"], "securityContext.runAsUser of slipstream/cluster/manifests.yaml"
+    at = FINAL.index(("USER", users[0]))
+    assert all(word in ("WORKDIR", "CMD") for word, _ in FINAL[at + 1 :])
+    assert ("WORKDIR", "/workspace") in FINAL
+
+
+def test_no_secret_gets_into_the_image() -> None:
+    assert not re.search(r"(?i)\b\w*(token|password|secret|api_?key|credential)\w*=", text("Dockerfile"))
+    # The final stage takes no files of the checkout, whose first stage is thrown away.
+    assert all("--from=build" in rest for word, rest in FINAL if word == "COPY")
+    ignored = text(".dockerignore").split()
+    for path in (".git", ".venv", "runs", "data", "models", "token", "mine.token", ".env"):
+        assert any(fnmatch(path, pattern) for pattern in ignored), path

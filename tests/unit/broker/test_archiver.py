@@ -29,7 +29,7 @@ from slipstream.configs.buffer import ArchiveConfig
 from tests.builders import make_finished, write_archive
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
-from tests.unit.buffer.archive.test_ledger import make_step
+from tests.unit.buffer.archive.test_archive import make_step
 
 CONFIG = ArchiveConfig()
 

@@ -7,7 +7,9 @@ import pytest
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import AccuracyConfig, ReuseConfig
-from slipstream.configs.load import load
+from slipstream.configs.cluster import PLACE
+from slipstream.configs.load import config_hash, identity, load, provenance, to_plain
+from slipstream.configs.schema import PRESETS
 from tests.builders import make_run
 
 STEPS_OF_FOUR = {"prompts_per_step": 4, "max_steps": 10, "checkpoint": {"every_steps": 5}}
@@ -116,3 +118,194 @@ def test_what_just_fits_is_accepted_and_supervised_training_ignores_the_generato
 def test_steps_to_record_must_be_steps_of_the_run(steps: list[int]) -> None:
     with pytest.raises(ConfigError, match=r"profile.steps must be the first and the last step to record, within 1 and"):
         load(["learner.max_steps=80", f"profile.steps={steps}"])
+
+
+TOKEN_MEAN, NEEDS_ANOTHER = "algorithm.loss_aggregation=token_mean", ".* needs algorithm.loss_aggregation="
+MASKS = "algorithm.reward.mask_truncated"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["algorithm.proximal=generator"], "algorithm.correction.level"),
+        (["algorithm.proximal=generator", "algorithm/policy_loss=reinforce"], "algorithm.correction.level"),
+        (["algorithm/advantage=vtrace"], "algorithm.correction.level"),
+        (["recipe=remax", "algorithm.reward.normalize=batch"], "algorithm.advantage=remax compares"),
+        (["algorithm/advantage=gdpo", "algorithm.reward.normalize=group"], "algorithm.advantage=gdpo compares"),
+        (["algorithm/advantage=pass_at_k", "algorithm.kl.apply_to=reward"], "algorithm.advantage=pass_at_k compares"),
+        (["algorithm.proximal=interpolate", "algorithm/policy_loss=reinforce"], "algorithm.proximal=interpolate"),
+        (["algorithm/policy_loss=gmpo", "algorithm/advantage=reinforce_plus_plus"], "equal within a sequence"),
+        (["algorithm/advantage=win_rate"], "needs algorithm.advantage=win_rate"),
+        (["algorithm/policy_loss=sppo"], "needs algorithm.advantage=win_rate"),
+        (["algorithm.proximal=reuse", "algorithm.correction.normalize=true"], "weights of the whole batch"),
+        (["algorithm/policy_loss=gspo", "algorithm/advantage=reinforce_plus_plus"], "equal within a sequence"),
+        (["algorithm.proximal=reuse", "algorithm.updates_per_step=4"], "needs algorithm.updates_per_step=1"),
+        (["algorithm.correction.min_weight=3"], "must be in order"),
+        (["algorithm/correction=none", "algorithm.correction.max_weight=1.5"], "need a level, got none"),
+        (["algorithm.kl.refresh_every_steps=5"], "nothing is charged"),
+        (["recipe=gspo", "algorithm.policy_loss.form=length_scaled", TOKEN_MEAN], f"policy_loss=gspo {NEEDS_ANOTHER}"),
+        (["recipe=sppo", TOKEN_MEAN], f"algorithm.policy_loss=sppo {NEEDS_ANOTHER}"),
+        (["algorithm/advantage=optimal_token_baseline", f"{MASKS}=true"], f"needs {MASKS}=false"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_with_its_key(overrides, key):
+    with pytest.raises(ConfigError, match=key):
+        load(overrides)
+
+
+def test_a_recipe_is_its_papers_method_without_the_terms_of_the_default():
+    default = load([]).algorithm
+    assert default.masks
+    assert default.correction.log_ratio_penalty > 0
+    recipes = {path.stem for path in (PRESETS / "recipe").glob("*.yaml")} - {"none", "async_grpo"}
+    own = {"opsm": ["opsm"], "m2po": ["m2po"]}
+    for recipe in sorted(recipes):
+        found = load([f"recipe={recipe}"]).algorithm
+        assert [mask.kind for mask in found.masks] == own.get(recipe, []), recipe
+        assert found.correction.log_ratio_penalty == 0, recipe
+
+
+@pytest.mark.parametrize("recipe", ["dapo", "gspo", "decoupled_ppo", "vapo", "m2po", "prime"])
+def test_a_recipe_replaces_the_algorithm_and_the_filter_of_an_experiment(recipe):
+    alone, chosen = load([f"recipe={recipe}"]), [f"recipe={recipe}", "experiment=math_1gpu"]
+    run = load(chosen)
+    assert (run.algorithm, run.buffer.filter) == (alone.algorithm, alone.buffer.filter)
+    assert run.data == load(["experiment=math_1gpu"]).data
+    keys = ("algorithm.", "buffer.filter.")
+    origins = {origin for key, origin in provenance(chosen, run).items() if key.startswith(keys)}
+    presets = {origin.removeprefix("configs/presets/").partition("/")[0] for origin in origins if origin != "default"}
+    assert presets <= {"config.yaml", "algorithm", "recipe"}
+    assert {origin for origin in origins if "/recipe/" in origin} == {f"configs/presets/recipe/{recipe}.yaml"}
+    changed = load([*chosen, "algorithm.entropy_coef=0.5"])
+    assert changed.algorithm == msgspec.structs.replace(alone.algorithm, entropy_coef=0.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "proximal"),
+    [
+        ([], "reuse"),
+        (["experiment=gsm8k_1gpu"], "reuse"),
+        (["experiment=gsm8k_8gpu"], "reuse"),
+        (["recipe=dapo"], "generator"),
+        (["algorithm.updates_per_step=4"], "recompute"),
+        (["recipe=decoupled_ppo"], "recompute"),
+        (["recipe=naive_ppo"], "recompute"),
+        # The pass is taken anyway, and its values must then be those of the weights.
+        (["algorithm.correction.normalize=true"], "recompute"),
+        (["recipe=reinforce_plus_plus"], "generator"),
+        # What is rejected must be known before the gradient.
+        (["algorithm/correction=geo_rs"], "recompute"),
+        (["algorithm/correction=icepop"], "reuse"),
+        (["recipe=opsm", "algorithm/correction=icepop"], "reuse"),
+        (["recipe=m2po", "algorithm.proximal=auto", "algorithm/correction=icepop"], "recompute"),
+        (["recipe=vcpo"], "recompute"),
+        (["recipe=a3po"], "interpolate"),
+        (["recipe=gspo"], "recompute"),
+        (["algorithm.proximal=recompute"], "recompute"),
+    ],
+)
+def test_the_proximal_policy_takes_a_forward_pass_only_where_it_is_needed(overrides, proximal):
+    run = load(overrides)
+    # As it is written to config.yaml: a reader sees what the run does.
+    assert to_plain(run)["algorithm"]["proximal"] == proximal
+    if proximal == "reuse":
+        assert not run.algorithm.needs_start_logprobs
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ("cluster.interface=10.0.0.5/8", "an IPv4 network such as 10.0.0.0/8, got '10.0.0.5/8': 10.0.0.5/8 has host"),
+        ("cluster.interface=eth0", "an IPv4 network such as 10.0.0.0/8, got 'eth0'"),
+        ("cluster.interface=fd00::/8", "an IPv4 network such as 10.0.0.0/8, got 'fd00::/8'"),
+        ("cluster.ports=any", "FIRST-LAST within 1024-65535, such as 20000-20999, got any:"),
+        ("cluster.ports=20999-20000", "FIRST-LAST within 1024-65535, such as 20000-20999, got 20999-20000:"),
+        ("cluster.ports=80-90", "FIRST-LAST within 1024-65535, such as 20000-20999, got 80-90:"),
+        ("cluster.ports=60000-70000", "FIRST-LAST within 1024-65535, such as 20000-20999, got 60000-70000:"),
+        ("cluster.trusted_network=true", "false without cluster.interface, got True: there is no network to trust."),
+    ],
+)
+def test_what_no_machine_could_use_is_refused(overrides: str, sentence: str) -> None:
+    key = overrides.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"^{re.escape(key)} must be {re.escape(sentence)}"):
+        load([overrides])
+
+
+RAY = ("cluster.kind=ray", "cluster.interface=10.0.0.0/8")
+TWO, TRUSTED = "cluster.learner.machines=2", "cluster.trusted_network=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (RAY[:1], "cluster.interface must be set with cluster.kind=ray"),
+        (["experiment=digits_serial", *RAY], "cluster.kind must be local with mode=serial, got ray"),
+        (
+            [*RAY, "learner.num_ranks=3", TWO, TRUSTED],
+            "cluster.learner.machines must divide learner.num_ranks (3), got",
+        ),
+        (
+            [*RAY, "learner.num_ranks=2", TWO],
+            "cluster.trusted_network must be true with cluster.learner.machines=2, got",
+        ),
+    ],
+)
+def test_a_run_that_ray_could_not_place_is_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}"):
+        load(list(overrides))
+
+
+def test_a_run_that_ray_can_place_and_that_listens_beyond_loopback() -> None:
+    assert list(load(["cluster.ports=20000-20000"]).cluster.port_range) == [20000]
+    assert not load(["cluster.interface=127.0.0.0/8"]).cluster.is_open
+    assert load(["cluster.interface=10.0.0.0/8"]).cluster.is_open
+    run = load([*RAY, "cluster.generator={cpus: 8, labels: {shelf: a}}"])
+    assert (run.cluster.generator.labels, run.learner_gpus, run.generator_gpus) == ({"shelf": "a"}, 0, 0)
+    ranks = ("learner.num_ranks=4", TWO, TRUSTED, "learner.device=cuda")
+    run = load([*RAY, *ranks, "generators/engine=vllm", "generators.engine.tensor_parallel_size=2"])
+    assert (run.learner_gpus, run.generator_gpus) == (2, 2)
+
+
+GUESTS = "cluster.untrusted_generators.names=[alice]"
+
+
+def test_the_place_and_the_guests_of_a_run_are_no_part_of_its_identity() -> None:
+    elsewhere = [
+        "resume=true",
+        "runs_dir=elsewhere",
+        "storage.uri=s3://bucket/runs",
+        "cluster.interface=10.0.0.0/8",
+        "broker.address=tcp://10.0.0.5:20000",
+        "broker.shards=2",
+        "broker.token_file=token",
+        "weights.fetch_address=tcp://10.0.0.5:20001",
+        "buffer/store=redis",
+        "buffer.store.url=rediss://store:6380/0",
+        "logging.backends=[tensorboard]",
+        "metrics.prometheus_port=9400",
+    ]
+    keys = {override.partition("=")[0].replace("/", ".") for override in elsewhere}
+    assert keys | {"cluster", "logging", "metrics", "storage"} >= set(PLACE)
+    here, there = load([]), load(elsewhere)
+    assert not here.cluster.is_open
+    assert config_hash(load([GUESTS])) == config_hash(here)
+    assert identity(here) == identity(there)
+    assert config_hash(here) == config_hash(there) != config_hash(load(["broker.lease_s=60"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ([f"{GUESTS[:-7]}[a/b]"], f"{GUESTS[:-8]} must have names of 1 to 64 letters, digits, _ and -, "),
+        ([GUESTS, "generators.sampling.temperature=0.7"], "empty with generators.sampling.temperature=0.7, got"),
+        ([GUESTS, "generators.sampling.top_p=0.9"], "must be empty with generators.sampling.top_p=0.9, got"),
+        ([GUESTS, "generators.sampling.min_p=0.1"], "must be empty with generators.sampling.min_p=0.1, got"),
+        ([GUESTS, "generators.sampling.stop=[x]"], "must be empty with generators.sampling.stop, stop_token_ids, or"),
+        ([GUESTS, "algorithm/advantage=remax"], "must be empty with algorithm/advantage=remax, got"),
+        ([GUESTS, "generators/agent=custom", "generators.agent.function=a:b"], "an agent that is not single_turn, got"),
+        ([GUESTS, "experiment=digits_serial"], "must be empty with mode=serial, got"),
+    ],
+)
+def test_guests_whose_answers_could_not_be_checked_are_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        load(overrides)

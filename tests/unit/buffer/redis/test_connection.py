@@ -2,13 +2,20 @@
 
 import contextlib
 import copy
+import re
 import time
+from importlib import resources
+from pathlib import Path
 
+import psutil
 import pytest
 import redis
 from redis.connection import Encoder, PythonRespSerializer
 
+import slipstream.buffer.redis
 from slipstream.buffer.redis.connection import CommandPacker, RetryPolicy, is_transient
+from slipstream.buffer.redis.scripts import load_script
+from slipstream.buffer.redis.supervisor import Fsyncer
 
 
 class Server:
@@ -134,3 +141,71 @@ def test_one_piece_is_the_same_as_many(command: tuple) -> None:
 def test_unsupported_arguments_are_refused(argument: object) -> None:
     with pytest.raises(TypeError, match="bytes, text and numbers"):
         CommandPacker().pack("SET", "key", argument)  # type: ignore[arg-type]
+
+
+FOLDER = resources.files("slipstream.buffer.redis.scripts")
+SOURCES = {Path(file.name).stem: file.read_text() for file in FOLDER.iterdir() if file.name.endswith(".lua")}
+PRELUDE = SOURCES.pop("prelude")
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_a_script_documents_keys_arguments_result_and_why_it_is_atomic(name):
+    header = SOURCES[name][: SOURCES[name].index("\nif " if name != "open_run" else "\nallow_when_full()")]
+    assert all(line.startswith("-- ") for line in header.splitlines())
+    for label in ("Keys: ", "Arguments: ", "Returns: ", "Atomic because "):
+        assert f"\n-- {label}" in header, label
+
+
+def test_the_store_runs_every_script_and_every_key_is_documented_in_the_prelude():
+    modules = Path(slipstream.buffer.redis.__path__[0]).glob("*.py")
+    calls = re.compile(r"_run(?:_as_chief)?\(\s*\"(\w+)\"")
+    assert {name for module in modules for name in calls.findall(module.read_text())} == set(SOURCES)
+    documented = set(re.findall(r"[a-z_]+", PRELUDE[: PRELUDE.index("local prefix")]))
+    used = {name for text in [PRELUDE, *SOURCES.values()] for name in re.findall(r"key\('([a-z_]+)", text)}
+    assert used <= documented
+
+
+def test_a_script_is_loaded_behind_the_prelude_without_comments_and_line_by_line():
+    written, loaded = (PRELUDE + SOURCES["claim"]).splitlines(), load_script("claim").splitlines()
+    assert len(loaded) == len(written)
+    assert all(line in (text, "") for line, text in zip(loaded, written, strict=True))
+    assert [line for line in loaded if line] == [
+        text for text in written if text and not text.lstrip().startswith("--")
+    ]
+
+
+def held(folder) -> set[str]:
+    return {file.path for file in psutil.Process().open_files() if file.path.startswith(str(folder))}
+
+
+def test_a_replaced_file_is_closed(tmp_path):
+    log, new = tmp_path / "appendonly.aof", tmp_path / "temp"
+    fsyncer = Fsyncer(tmp_path)
+    fsyncer.sync()
+    assert held(tmp_path) == set(), "nothing to sync is no error"
+    log.write_bytes(b"old")
+    fsyncer.sync()
+    inode = log.stat().st_ino
+    new.write_bytes(b"new")
+    new.rename(log)
+    fsyncer.sync()
+    assert log.stat().st_ino != inode
+    assert held(tmp_path) == {str(log)}
+
+
+def test_all_parts_of_a_log_in_a_folder_are_held(tmp_path):
+    parts = [tmp_path / "appendonlydir" / f"appendonly.aof.{name}" for name in ("1.base.rdb", "1.incr.aof", "manifest")]
+    parts[0].parent.mkdir()
+    for part in parts:
+        part.write_bytes(b"x")
+    fsyncer = Fsyncer(tmp_path)
+    fsyncer.sync()
+    assert held(tmp_path) == set(map(str, parts))
+
+
+def test_it_stops_soon_whether_it_was_started_or_not(tmp_path):
+    Fsyncer(tmp_path).stop()
+    fsyncer = Fsyncer(tmp_path)
+    fsyncer.start()
+    fsyncer.stop(timeout_s=5)
+    assert fsyncer.take_warnings() == []

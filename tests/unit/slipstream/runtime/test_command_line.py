@@ -3,11 +3,14 @@
 import errno
 import os
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 
+from slipstream.cli import app
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.command_line import fail_cleanly, make_app, run_app
+from slipstream.runtime.command_line import fail_cleanly, make_app, run_app, with_command
+from slipstream.runtime.import_path import find_function
 from slipstream.runtime.process import LAUNCHER_VARIABLE
 
 
@@ -97,3 +100,50 @@ def test_it_decorates_a_function_that_can_be_called_twice() -> None:
 def test_a_library_of_a_build_that_is_not_installed_is_named_with_its_extra(error, capsys):
     assert code_of(error) == 2
     assert capsys.readouterr().err.startswith("error: torch must be installed, but is not: `pip install 'slipstream[")
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("train seed=1", "run seed=1"),
+        ("start mine.yaml", "run experiment=mine.yaml"),
+        ("sweep seed=1,2", "run -m seed=1,2"),
+        ("-m seed=1,2", "run -m seed=1,2"),
+        ("resume runs/mine", "run name=mine resume=true"),
+        ("eval runs/mine", "evaluate runs/mine"),
+        ("report mine", "status mine"),
+        ("dashboard", "watch"),
+        ("merge a b", "convert a b"),
+        ("help status", "status --help"),
+    ],
+)
+def test_another_name_of_a_command_works(given: str, ours: str) -> None:
+    assert with_command(app, given.split()) == ours.split()
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("stop mine", "press Ctrl-C"),
+        ("cancel mine", "press Ctrl-C"),
+        ("tail mine", "runs/NAME/logs"),
+        ("runs", "`slipstream watch` lists the runs"),
+        ("save", "resume=true"),
+        ("clean", "delete runs/NAME"),
+        ("grpo", "recipe="),
+        ("serve", "vllm serve"),
+        ("push", "hf upload"),
+        ("score f", "slipstream evaluate"),
+        ("validate", "slipstream diagnose"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_answered_with_the_way(given: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=f"no command `{given.split()[0]}`: .*{advice}"):
+        with_command(app, given.split())
+
+
+@pytest.mark.parametrize("content", ["import sys; sys.exit(1)", "raise RuntimeError('no')", "def f(:"])
+def test_a_file_that_cannot_be_imported_is_named_and_ends_nothing(tmp_path: Path, content: str) -> None:
+    (tmp_path / "mine.py").write_text(content)
+    with pytest.raises(ConfigError, match=r"^reward\.function='.*mine\.py:f': importing '.*mine\.py' failed: \w+: "):
+        find_function(f"{tmp_path}/mine.py:f", setting="reward.function")

@@ -22,7 +22,7 @@ from slipstream.observe.catalog.catalog import SORTABLE, Catalog, CatalogQuery, 
 from slipstream.observe.catalog.rows import ROWS, CatalogRow
 from slipstream.observe.catalog.token_decoder import TokenDecoder, find_text
 from tests.builders import make_finished, make_run, make_trajectory, write_archive
-from tests.unit.slipstream.observe.catalog.data_command import run
+from tests.unit.slipstream.observe.catalog.test_commands import run
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=6, seed=0)
 SPANS = [VersionSpan(6, 2), VersionSpan(9, 4)]
