@@ -26,6 +26,7 @@ from slipstream.launch.run import with_sft_preset
 from slipstream.launch.sweep import expand
 from slipstream.observe.catalog.commands import app as data_app
 from tests import runs
+from tests.cases import cases
 from tests.shape.test_documents import HAND_WRITTEN, is_program
 from tests.shape.tree import ROOT, assert_none, text
 
@@ -253,9 +254,7 @@ def test_a_wrong_command_would_be_found(line: str) -> None:
     assert misunderstood(command)
 
 
-@pytest.mark.parametrize(
-    "printed", ["error: learner.max_steps must be", "error: buffer.reuse.max_uses must be < 1 ..."]
-)
+@cases("printed", "error: learner.max_steps must be", "error: buffer.reuse.max_uses must be < 1 ...")
 def test_a_wrong_refusal_would_be_found(printed: str) -> None:
     (command,) = in_block("page", f"$ slipstream run buffer.reuse.max_uses=0\n{printed}\n", prompt="$ ")
     assert misunderstood(command)

@@ -180,9 +180,7 @@ RUNS = [path for path in paths("run.yaml") if path.startswith("examples/")]
 
 
 @pytest.mark.parametrize("path", RUNS)
-def test_an_example_starts_in_a_clone_without_data_and_models(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_example_starts_in_a_clone_without_data_and_models(path, tmp_path, monkeypatch) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     try:

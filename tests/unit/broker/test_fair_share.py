@@ -15,6 +15,7 @@ from slipstream.broker.fair_share import FairShare, Throughput, finish_s, shares
 from slipstream.broker.messages import Hello, Pong
 from slipstream.broker.peers import Peer
 from slipstream.buffer.records import Lease
+from tests.cases import cases
 from tests.fakes import FakeClock
 
 
@@ -32,37 +33,33 @@ FAST = Pace(group_s=1.0, groups_per_s=8.0, in_flight=0)
 SLOW = Pace(group_s=10.0, groups_per_s=0.8, in_flight=0)
 
 
-@pytest.mark.parametrize(
-    ("paces", "num_groups", "seconds"),
-    [
-        ([FAST], 8, 1.0),  # Eight at eight a second.
-        ([FAST], 2, 1.0),  # Fewer groups than it runs concurrently.
-        ([FAST, SLOW], 8, 1.0),  # 8 / 8.8 s of work, but the slow one's first group is back after 10.
-        ([SLOW, FAST], 100, 100 / 8.8),  # 100 / 8 = 12.5 without the slow one, 100 / 8.8 with it.
-        ([SLOW, FAST], 80, 10.0),  # 80 / 8 without, 80 / 8.8 = 9.1 with, but not before 10.
-        ([Pace(1.0, 8.0, 8)], 8, 2.0),  # Groups in flight count: (8 + 8) / 8.
-        ([Pace(1.0, 2.0, 0), Pace(1.0, 2.0, 0)], 8, 2.0),  # Two alike halve it.
-        ([Pace(1.0, 2.0, 0), Pace(4.0, 1.0, 3)], 12, 5.0),  # Alone 12 / 2; with the second (12 + 3) / 3.
-    ],
+@cases(
+    "paces, num_groups, seconds",
+    ([FAST], 8, 1.0),  # Eight at eight a second.
+    ([FAST], 2, 1.0),  # Fewer groups than it runs concurrently.
+    ([FAST, SLOW], 8, 1.0),  # 8 / 8.8 s of work, but the slow one's first group is back after 10.
+    ([SLOW, FAST], 100, 100 / 8.8),  # 100 / 8 = 12.5 without the slow one, 100 / 8.8 with it.
+    ([SLOW, FAST], 80, 10.0),  # 80 / 8 without, 80 / 8.8 = 9.1 with, but not before 10.
+    ([Pace(1.0, 8.0, 8)], 8, 2.0),  # Groups in flight count: (8 + 8) / 8.
+    ([Pace(1.0, 2.0, 0), Pace(1.0, 2.0, 0)], 8, 2.0),  # Two alike halve it.
+    ([Pace(1.0, 2.0, 0), Pace(4.0, 1.0, 3)], 12, 5.0),  # Alone 12 / 2; with the second (12 + 3) / 3.
 )
 def test_the_least_time_to_finish(paces: list[Pace], num_groups: int, seconds: float):
     assert finish_s(*vectors(paces), num_groups=num_groups) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize(
-    ("paces", "num_groups", "expected"),
-    [
-        ([FAST], 8, [8]),
-        ([FAST, SLOW], 8, [8, 0]),
-        ([FAST, SLOW], 110, [100, 10]),  # A hundred and ten in 12.5 s.
-        ([FAST, SLOW], 80, [73, 7]),  # 80 in 9.1 s: 72.7 and 7.3.
-        ([FAST, FAST], 8, [4, 4]),  # Both together could run twice as many concurrently: half each.
-        ([FAST, FAST], 7, [4, 4]),
-        ([Pace(1.0, 2.0, 0), Pace(1.5, 1.0, 3)], 12, [10, 2]),  # Two thirds and a third of 15, minus those in flight.
-        ([Pace(1.0, 2.0, 0), Pace(1.0, 2.0, 6)], 3, [4, 0]),  # 9 in all, of which one has more than its half.
-        ([Pace(1.0, 8.0, 0), Pace(1.0, 0.2, 0)], 8, [8, 1]),  # A share of 0.2 groups is rounded up to one.
-        ([Pace(1.0, 1.0, 1), Pace(1.0, 1.0, 1), Pace(1.0, 1.0, 1)], 1, [1, 1, 1]),
-    ],
+@cases(
+    "paces, num_groups, expected",
+    ([FAST], 8, [8]),
+    ([FAST, SLOW], 8, [8, 0]),
+    ([FAST, SLOW], 110, [100, 10]),  # A hundred and ten in 12.5 s.
+    ([FAST, SLOW], 80, [73, 7]),  # 80 in 9.1 s: 72.7 and 7.3.
+    ([FAST, FAST], 8, [4, 4]),  # Both together could run twice as many concurrently: half each.
+    ([FAST, FAST], 7, [4, 4]),
+    ([Pace(1.0, 2.0, 0), Pace(1.5, 1.0, 3)], 12, [10, 2]),  # Two thirds and a third of 15, minus those in flight.
+    ([Pace(1.0, 2.0, 0), Pace(1.0, 2.0, 6)], 3, [4, 0]),  # 9 in all, of which one has more than its half.
+    ([Pace(1.0, 8.0, 0), Pace(1.0, 0.2, 0)], 8, [8, 1]),  # A share of 0.2 groups is rounded up to one.
+    ([Pace(1.0, 1.0, 1), Pace(1.0, 1.0, 1), Pace(1.0, 1.0, 1)], 1, [1, 1, 1]),
 )
 def test_shares_follow_throughput(paces: list[Pace], num_groups: int, expected: list[int]):
     assert shares(*vectors(paces), num_groups=num_groups).tolist() == expected

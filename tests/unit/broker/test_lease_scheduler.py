@@ -18,6 +18,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import StalenessConfig
 from slipstream.runtime.images import image_id
 from tests.builders import make_packed, make_run
+from tests.cases import cases
 from tests.fakes import FakePeer, RouterScene
 from tests.memory_store.store import MemoryStore
 from tests.pictures import make_picture, make_picture_row
@@ -213,9 +214,13 @@ def test_no_prompt_is_leased_while_the_store_has_no_room_for_images(tmp_path: Pa
     assert prompt.lease.id == "1-0"
 
 
-@pytest.mark.parametrize(
-    ("max_lag", "publish_every", "consumed", "limit"),
-    [(0, 1, 0, 4), (0, 1, 12, 16), (2, 1, 0, 12), (2, 2, 8, 32), (8, 1, 400, 40)],
+@cases(
+    "max_lag, publish_every, consumed, limit",
+    (0, 1, 0, 4),
+    (0, 1, 12, 16),
+    (2, 1, 0, 12),
+    (2, 2, 8, 32),
+    (8, 1, 400, 40),
 )
 def test_the_limit_follows_consumption_and_ends_with_the_run(max_lag, publish_every, consumed, limit):
     run = make_run(
@@ -226,9 +231,14 @@ def test_the_limit_follows_consumption_and_ends_with_the_run(max_lag, publish_ev
     assert admission_limit(run, make_state(consumed=consumed)) == limit
 
 
-@pytest.mark.parametrize(
-    ("target_lag", "chosen", "limit"),
-    [(4, None, 20), (2, None, 12), (1.5, None, 10), (0, None, 4), ("auto", None, 8), ("auto", 2.5, 14)],
+@cases(
+    "target_lag, chosen, limit",
+    (4, None, 20),
+    (2, None, 12),
+    (1.5, None, 10),
+    (0, None, 4),
+    ("auto", None, 8),
+    ("auto", 2.5, 14),
 )
 def test_a_lower_lag_to_pace_for_admits_fewer_groups(target_lag, chosen, limit):
     staleness = {"max_lag": 4, "target_lag": target_lag}

@@ -33,6 +33,7 @@ from slipstream.buffer.store import StoreOutage
 from slipstream.buffer.trajectory import TrajectoryHeader
 from slipstream.runtime.model_files import ModelFingerprint
 from tests.builders import make_packed
+from tests.cases import cases
 from tests.fakes import FakeClock, FakePeer, RouterScene
 from tests.memory_store.store import MemoryStore
 
@@ -180,10 +181,7 @@ def test_leases_that_lapse_together_make_one_event(scene):
     assert text.count("; ") == 1
 
 
-@pytest.mark.parametrize(
-    ("jump_s", "effect"),
-    [(36000.0, "keep the time they had left"), (-36000.0, "last at most their full time from now")],
-)
+@cases("jump_s, effect", (36000.0, "keep the time they had left"), (-36000.0, "last at most their full time from now"))
 def test_a_clock_of_the_store_that_is_set_costs_no_lease_and_is_an_event(scene, jump_s, effect):
     scene.step()
     assert scene.store.roles()["broker"].keys() >= {"host", "pid"}
@@ -317,14 +315,12 @@ def test_an_exception_in_a_check_refuses_that_trajectory_only(scene: RouterScene
     assert scene.store.counts().refused == {"internal_error": 1}
 
 
-@pytest.mark.parametrize(
+@cases(
     "message",
-    [
-        Pong(0.0, "ready", 0, gauges={"a": [1]}),  # type: ignore[dict-item]
-        Pong(0.0, "ready", 0, gauges={str(n): n for n in range(10_000)}),
-        Pong(0.0, "ready", 0, lease_ids=["x" * 10_000]),
-        ReturnLeases(["0-0"], "x" * 10_000),
-    ],
+    Pong(0.0, "ready", 0, gauges={"a": [1]}),  # type: ignore[dict-item]
+    Pong(0.0, "ready", 0, gauges={str(n): n for n in range(10_000)}),
+    Pong(0.0, "ready", 0, lease_ids=["x" * 10_000]),
+    ReturnLeases(["0-0"], "x" * 10_000),
 )
 def test_the_size_of_a_peer_report_is_bounded(scene: RouterScene, message: Message):
     peer = scene.join()
@@ -366,9 +362,10 @@ def test_every_peer_is_pinged_during_an_outage(scene: RouterScene):
         assert isinstance(decode(frames[0], AnyMessage), Ping)
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [(UNAVAILABLE, "store_unavailable"), (StoreCannotWriteError("its disk is full"), "store_cannot_write")],
+@cases(
+    "error, reason",
+    (UNAVAILABLE, "store_unavailable"),
+    (StoreCannotWriteError("its disk is full"), "store_cannot_write"),
 )
 def test_trajectories_are_deferred_counted_and_stored_later(scene: RouterScene, error, reason):
     peer = scene.join("g0")
@@ -410,9 +407,7 @@ def test_departures_during_an_outage_are_recorded_afterwards(scene: RouterScene)
     assert [scene.store.roles()[name]["state"] for name in ("g0", "g1")] == ["gone", "gone"]
 
 
-def test_of_a_store_that_hangs_one_answer_is_waited_for_however_many_peers_fall_silent(
-    scene: RouterScene, monkeypatch: pytest.MonkeyPatch
-):
+def test_of_a_store_that_hangs_one_answer_is_waited_for_however_many_peers_fall_silent(scene, monkeypatch):
     for number in range(3):
         scene.join(f"g{number}")
     asked, record = [], scene.router._departures.record

@@ -16,6 +16,7 @@ from slipstream.buffer.records import Insertion
 from slipstream.buffer.store import StoreOutage
 from slipstream.buffer.trajectory import SCHEMA_VERSION
 from tests.builders import make_packed
+from tests.cases import cases
 from tests.fakes import FakeClock, FakePeer, RouterScene
 from tests.memory_store.store import MemoryStore
 
@@ -63,16 +64,14 @@ def test_a_second_learner_of_another_name_is_refused_and_its_orders_reach_nobody
     assert order in generator.receive()
 
 
-@pytest.mark.parametrize(
+@cases(
     "changes",
-    [
-        {"peer_id": "g\x1b[2J"},
-        {"peer_id": "g\n12:00:00 [info ] peer_joined"},
-        {"peer_id": "g\n"},
-        {"peer_id": ""},
-        {"incarnation": "1\r"},
-        {"host": "\u202ehere"},
-    ],
+    {"peer_id": "g\x1b[2J"},
+    {"peer_id": "g\n12:00:00 [info ] peer_joined"},
+    {"peer_id": "g\n"},
+    {"peer_id": ""},
+    {"incarnation": "1\r"},
+    {"host": "\u202ehere"},
 )
 def test_names_with_control_characters_are_refused_and_reach_no_log_raw(scene, changes):
     with capture_logs() as logs:
@@ -90,15 +89,13 @@ def test_an_older_and_a_newer_peer_are_refused_by_their_schema(scene, version):
     assert ("g0", f"refused: {refuse.reason}") in scene.events()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"schema_version": NEWER, "mood": "good"}, f"schema version must be {SCHEMA_VERSION}, got {NEWER} from 'g0'"),
-        ({"schema_version": NEWER, "role": "critic"}, f"version must be {SCHEMA_VERSION}, got {NEWER} from 'g0'"),
-        ({"mood": "good"}, "unknown field `mood`"),
-        ({"peer_id": ["g", 0], "token": "of an older version"}, "a Hello must match this version"),
-        ({"schema_version": "three"}, "a Hello must match this version"),
-    ],
+@cases(
+    "changes, words",
+    ({"schema_version": NEWER, "mood": "good"}, f"schema version must be {SCHEMA_VERSION}, got {NEWER} from 'g0'"),
+    ({"schema_version": NEWER, "role": "critic"}, f"version must be {SCHEMA_VERSION}, got {NEWER} from 'g0'"),
+    ({"mood": "good"}, "unknown field `mood`"),
+    ({"peer_id": ["g", 0], "token": "of an older version"}, "a Hello must match this version"),
+    ({"schema_version": "three"}, "a Hello must match this version"),
 )
 def test_an_unreadable_hello_is_answered_and_none_of_it_is_stored(scene, changes, words):
     (refuse,) = greet(scene, as_plain(HELLO, **changes))
@@ -161,13 +158,11 @@ def test_the_error_in_a_bye_is_shown_by_the_run(tmp_path):
     assert scene.store.roles()["g0"]["reason"] == "left: model.path must hold the same model"
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ({"type": "Refuse", "reason": "you are too old", "since": 3}, "you are too old"),
-        ({"type": "Refuse", "text": "no"}, "same version"),
-        ({"type": "Fanfare"}, "same version"),
-    ],
+@cases(
+    "answer, words",
+    ({"type": "Refuse", "reason": "you are too old", "since": 3}, "you are too old"),
+    ({"type": "Refuse", "text": "no"}, "same version"),
+    ({"type": "Fanfare"}, "same version"),
 )
 def test_an_undecodable_answer_of_the_broker_refuses_the_peer_with_a_reason(scene, answer, words):
     server = scene.hub.server_channel

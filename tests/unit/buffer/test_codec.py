@@ -30,6 +30,7 @@ from slipstream.buffer.trajectory import (
     stale_mask,
 )
 from tests.builders import make_packed, make_trajectory
+from tests.cases import cases
 
 
 def reason_of(payload: bytes) -> str:
@@ -111,37 +112,33 @@ def test_extension_types_unknown_and_missing_fields_and_odd_masks_are_refused():
     assert reason_of(msgpack.packb(fields)) == "malformed"
 
 
-@pytest.mark.parametrize(
+@cases(
     "array",
-    [
-        None,
-        [1, 2, 3],
-        ["int32", [12], "text"],
-        ["object", [1], b"\x00" * 8],
-        [["int32"], [12], b""],
-        ["int32", [13], b"\x00" * 48],
-        ["int32", [-12], b"\x00" * 48],
-        ["int32", [2**63], b"\x00" * 48],
-        ["int32", [2**31, 2**31, 2**31], b"\x00" * 48],
-        ["int32", ["12"], b"\x00" * 48],
-        ["int32", [12], b"\x00" * 47],
-    ],
+    None,
+    [1, 2, 3],
+    ["int32", [12], "text"],
+    ["object", [1], b"\x00" * 8],
+    [["int32"], [12], b""],
+    ["int32", [13], b"\x00" * 48],
+    ["int32", [-12], b"\x00" * 48],
+    ["int32", [2**63], b"\x00" * 48],
+    ["int32", [2**31, 2**31, 2**31], b"\x00" * 48],
+    ["int32", ["12"], b"\x00" * 48],
+    ["int32", [12], b"\x00" * 47],
 )
 def test_an_array_that_is_none_is_refused(array):
     assert reason_of(spoilt(token_ids=array)) == "malformed"
 
 
-@pytest.mark.parametrize(
+@cases(
     "changes",
-    [
-        {"token_ids": np.arange(12, dtype=np.int64)},
-        {"token_ids": np.arange(12, dtype=np.int32).reshape(3, 4)},
-        {"token_ids": np.array(0, dtype=np.int32)},
-        {"model_mask": np.ones(11, dtype=bool)},
-        {"model_mask": np.ones(12, dtype=np.uint8)},
-        {"generator_logprobs": np.full(12, -1.0)},
-        {"generator_logprobs": np.full(13, -1.0, dtype=np.float32)},
-    ],
+    {"token_ids": np.arange(12, dtype=np.int64)},
+    {"token_ids": np.arange(12, dtype=np.int32).reshape(3, 4)},
+    {"token_ids": np.array(0, dtype=np.int32)},
+    {"model_mask": np.ones(11, dtype=bool)},
+    {"model_mask": np.ones(12, dtype=np.uint8)},
+    {"generator_logprobs": np.full(12, -1.0)},
+    {"generator_logprobs": np.full(13, -1.0, dtype=np.float32)},
 )
 def test_arrays_of_another_type_or_length_are_refused(changes):
     assert reason_of(encode(make_trajectory(**changes))) == "shape"
@@ -154,47 +151,45 @@ NOTHING = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"generator_logprobs": logprobs(np.nan)}, "nonfinite_logprob"),
-        ({"generator_logprobs": logprobs(-np.inf)}, "nonfinite_logprob"),
-        ({"generator_logprobs": logprobs(0.01)}, "positive_logprob"),
-        ({"model_mask": np.zeros(12, dtype=bool)}, "empty"),
-        ({"token_ids": np.arange(-1, 11, dtype=np.int32)}, "token_id"),
-        ({"version_spans": []}, "version_spans"),
-        ({"version_spans": [VersionSpan(7, 0)]}, "version_spans"),
-        ({"version_spans": [VersionSpan(6, 0), VersionSpan(6, 1)]}, "version_spans"),
-        ({"version_spans": [VersionSpan(8, 0), VersionSpan(6, 1)]}, "version_spans"),
-        ({"version_spans": [VersionSpan(6, 0), VersionSpan(12, 1)]}, "version_spans"),
-        ({"version_spans": [VersionSpan(-1, 0)]}, "version_spans"),
-        ({"version_spans": [VersionSpan(6, -1)]}, "version_spans"),
-        ({"reward": Reward(total=float("nan"))}, "nonfinite_reward"),
-        ({"reward": Reward(total=0.0, parts={"a": float("inf")})}, "nonfinite_reward"),
-        ({"reward": Reward(total=-1e300)}, "large_reward"),
-        ({"started_at": float("nan")}, "nonfinite_number"),
-        ({"num_turns": 2**63}, "large_number"),
-        ({"sampling": Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=6, seed=2**64 - 1)}, "large_number"),
-        ({"extras": {"a": [{"when": datetime.now(UTC)}]}}, "extras"),
-        ({"extras": {"a": {1: 2}}}, "extras"),
-        ({"context_starts": [12]}, "contexts"),
-        ({"context_starts": [9, 9]}, "contexts"),
-        ({"context_starts": [0]}, "contexts"),
-        ({"context_starts": [4]}, "empty"),
-        ({"reward": Reward(total=1.0, turns=[0.5, 0.5])}, "turn_rewards"),
-        ({"reward": Reward(total=1.0, turns=[float("nan")])}, "nonfinite_reward"),
-        ({"reward": Reward(total=1.0, turns=[1e300])}, "large_reward"),
-        ({"arrays": {"experts": np.zeros((11, 2), dtype=np.int16)}}, "shape"),
-        ({"arrays": {"experts": np.zeros((), dtype=np.int16)}}, "shape"),
-        ({"arrays": {"teacher": np.full((12, 2), np.nan, dtype=np.float16)}}, "nonfinite_number"),
-        ({"arrays": {"": np.zeros(12, dtype=np.int16)}}, "names"),
-        ({"metrics": {"calls": float("inf")}}, "nonfinite_number"),
-        ({"metrics": dict.fromkeys(map(str, range(65)), 0.0)}, "names"),
-        ({"media": [Media("image", "17.png", "0", first_token=4, num_tokens=9)]}, "media"),
-        ({"media": [Media("image", "17.png", "0", first_token=4, num_tokens=0)]}, "media"),
-        ({"stop_reason": ""}, "malformed"),
-        (NOTHING, "empty"),
-    ],
+@cases(
+    "changes, reason",
+    ({"generator_logprobs": logprobs(np.nan)}, "nonfinite_logprob"),
+    ({"generator_logprobs": logprobs(-np.inf)}, "nonfinite_logprob"),
+    ({"generator_logprobs": logprobs(0.01)}, "positive_logprob"),
+    ({"model_mask": np.zeros(12, dtype=bool)}, "empty"),
+    ({"token_ids": np.arange(-1, 11, dtype=np.int32)}, "token_id"),
+    ({"version_spans": []}, "version_spans"),
+    ({"version_spans": [VersionSpan(7, 0)]}, "version_spans"),
+    ({"version_spans": [VersionSpan(6, 0), VersionSpan(6, 1)]}, "version_spans"),
+    ({"version_spans": [VersionSpan(8, 0), VersionSpan(6, 1)]}, "version_spans"),
+    ({"version_spans": [VersionSpan(6, 0), VersionSpan(12, 1)]}, "version_spans"),
+    ({"version_spans": [VersionSpan(-1, 0)]}, "version_spans"),
+    ({"version_spans": [VersionSpan(6, -1)]}, "version_spans"),
+    ({"reward": Reward(total=float("nan"))}, "nonfinite_reward"),
+    ({"reward": Reward(total=0.0, parts={"a": float("inf")})}, "nonfinite_reward"),
+    ({"reward": Reward(total=-1e300)}, "large_reward"),
+    ({"started_at": float("nan")}, "nonfinite_number"),
+    ({"num_turns": 2**63}, "large_number"),
+    ({"sampling": Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=6, seed=2**64 - 1)}, "large_number"),
+    ({"extras": {"a": [{"when": datetime.now(UTC)}]}}, "extras"),
+    ({"extras": {"a": {1: 2}}}, "extras"),
+    ({"context_starts": [12]}, "contexts"),
+    ({"context_starts": [9, 9]}, "contexts"),
+    ({"context_starts": [0]}, "contexts"),
+    ({"context_starts": [4]}, "empty"),
+    ({"reward": Reward(total=1.0, turns=[0.5, 0.5])}, "turn_rewards"),
+    ({"reward": Reward(total=1.0, turns=[float("nan")])}, "nonfinite_reward"),
+    ({"reward": Reward(total=1.0, turns=[1e300])}, "large_reward"),
+    ({"arrays": {"experts": np.zeros((11, 2), dtype=np.int16)}}, "shape"),
+    ({"arrays": {"experts": np.zeros((), dtype=np.int16)}}, "shape"),
+    ({"arrays": {"teacher": np.full((12, 2), np.nan, dtype=np.float16)}}, "nonfinite_number"),
+    ({"arrays": {"": np.zeros(12, dtype=np.int16)}}, "names"),
+    ({"metrics": {"calls": float("inf")}}, "nonfinite_number"),
+    ({"metrics": dict.fromkeys(map(str, range(65)), 0.0)}, "names"),
+    ({"media": [Media("image", "17.png", "0", first_token=4, num_tokens=9)]}, "media"),
+    ({"media": [Media("image", "17.png", "0", first_token=4, num_tokens=0)]}, "media"),
+    ({"stop_reason": ""}, "malformed"),
+    (NOTHING, "empty"),
 )
 def test_untrainable_trajectories_are_refused_with_a_reason(changes, reason):
     assert reason_of(encode(make_trajectory(**changes))) == reason
@@ -207,24 +202,22 @@ def test_evaluations_have_open_names(purpose, is_known):
         decode(encode(header), TrajectoryHeader)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"schema_version": SCHEMA_VERSION + 1}, "newer_schema"),
-        ({"payload_bytes": 1}, "checksum"),
-        ({"checksum": 7}, "checksum"),
-        ({"index": 2}, "index"),
-        ({"index": -1}, "index"),
-        ({"lease_id": "0-1"}, "id"),
-        ({"lease_id": ""}, "id"),
-        ({"id": "0-0-1"}, "header_mismatch"),
-        ({"group_id": "1"}, "header_mismatch"),
-        ({"index": 1}, "header_mismatch"),
-        ({"newest_version": 3}, "header_mismatch"),
-        ({"reward": 1.0}, "header_mismatch"),
-        ({"is_correct": True}, "header_mismatch"),
-        ({"num_tokens": 11}, "header_mismatch"),
-    ],
+@cases(
+    "changes, reason",
+    ({"schema_version": SCHEMA_VERSION + 1}, "newer_schema"),
+    ({"payload_bytes": 1}, "checksum"),
+    ({"checksum": 7}, "checksum"),
+    ({"index": 2}, "index"),
+    ({"index": -1}, "index"),
+    ({"lease_id": "0-1"}, "id"),
+    ({"lease_id": ""}, "id"),
+    ({"id": "0-0-1"}, "header_mismatch"),
+    ({"group_id": "1"}, "header_mismatch"),
+    ({"index": 1}, "header_mismatch"),
+    ({"newest_version": 3}, "header_mismatch"),
+    ({"reward": 1.0}, "header_mismatch"),
+    ({"is_correct": True}, "header_mismatch"),
+    ({"num_tokens": 11}, "header_mismatch"),
 )
 def test_a_header_that_does_not_describe_its_payload_is_refused(changes, reason):
     header, payload = make_packed()

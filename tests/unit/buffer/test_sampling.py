@@ -26,6 +26,7 @@ from slipstream.buffer.sampling import (
 from slipstream.configs.buffer import FreshestConfig, PrioritizedConfig, ReuseConfig, StalenessConfig, UniformConfig
 from slipstream.configs.data import CurriculumConfig
 from tests.builders import make_run
+from tests.cases import cases
 
 
 @given(num_rows=st.integers(1, 50), seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 100))
@@ -137,9 +138,14 @@ def test_uniform_samples_without_replacement_and_all_with_the_same_probability()
     assert sorted(fresh(TWELVE, UniformConfig(), 12)[0], key=int) == [str(number) for number in range(12)]
 
 
-@pytest.mark.parametrize(
-    ("rewards", "expected"),
-    [((0.0, 2.0), 1.0), ((0.0, 1.0), 0.5), ((0.0, 0.7), 0.25), ((0.5, 0.5), 1 / 256), ((), 1 / 256), ((0.0, 9.0), 4.0)],
+@cases(
+    "rewards, expected",
+    ((0.0, 2.0), 1.0),
+    ((0.0, 1.0), 0.5),
+    ((0.0, 0.7), 0.25),
+    ((0.5, 0.5), 1 / 256),
+    ((), 1 / 256),
+    ((0.0, 9.0), 4.0),
 )
 def test_a_priority_is_the_deviation_of_the_rewards_rounded_to_a_power_of_two(rewards, expected):
     assert priority(candidate(0, rewards=rewards)) == expected
@@ -205,9 +211,13 @@ def test_groups_are_released_when_they_are_too_old_or_too_many():
     assert evict(groups, rules(max_uses=2, max_groups=2), version=5).released == ["50", "51"]
 
 
-@pytest.mark.parametrize(
-    ("num_ready", "num_reusable", "num_fresh", "num_reused"),
-    [(9, 9, 2, 2), (9, 1, 3, 1), (1, 9, 1, 3), (9, 0, 4, 0), (0, 9, 0, 4)],
+@cases(
+    "num_ready, num_reusable, num_fresh, num_reused",
+    (9, 9, 2, 2),
+    (9, 1, 3, 1),
+    (1, 9, 1, 3),
+    (9, 0, 4, 0),
+    (0, 9, 0, 4),
 )
 def test_used_groups_fill_the_places_left_by_fresh_ones(num_ready, num_reusable, num_fresh, num_reused):
     groups = queue(ready=[5] * num_ready, reusable=[4] * num_reusable)
@@ -243,15 +253,13 @@ def record(pacer: Pacer, steps: int, *, waited_s: float = 0.0, num_spare: int = 
     return lags
 
 
-@pytest.mark.parametrize(
-    ("waited_s", "expected"),
-    [
-        # Two steps have prompts from before the first choice. A step without the wait takes 0.5 s, so a version more.
-        (0.5, [1, 1, 2, 2, 2, 2, 3]),
-        (0.15, [1, 1, 1.25, 1.25, 1.25, 1.25, 1.5]),
-        # Less than 1 % of eight steps.
-        (0.009, [1] * 40),
-    ],
+@cases(
+    "waited_s, expected",
+    # Two steps have prompts from before the first choice. A step without the wait takes 0.5 s, so a version more.
+    (0.5, [1, 1, 2, 2, 2, 2, 3]),
+    (0.15, [1, 1, 1.25, 1.25, 1.25, 1.25, 1.5]),
+    # Less than 1 % of eight steps.
+    (0.009, [1] * 40),
 )
 def test_the_lag_grows_by_the_mean_wait_of_a_step(waited_s, expected):
     assert record(make_pacer(), len(expected), waited_s=waited_s) == expected
@@ -289,13 +297,11 @@ def test_one_step_that_needed_all_groups_keeps_the_lag_and_a_version_of_several_
     assert record(pacer, 16, num_spare=GROUPS)[-1] == 1.75
 
 
-@pytest.mark.parametrize(
-    ("pacer", "lag"),
-    [
-        (make_pacer(2.5), 2.5),
-        (make_pacer(mode="serial", weights={"transport": "memory"}), 4),
-        (make_pacer(max_lag=0), 0),
-    ],
+@cases(
+    "pacer, lag",
+    (make_pacer(2.5), 2.5),
+    (make_pacer(mode="serial", weights={"transport": "memory"}), 4),
+    (make_pacer(max_lag=0), 0),
 )
 def test_a_given_lag_a_serial_run_and_a_synchronous_run_keep_theirs(pacer, lag):
     assert record(pacer, 60, waited_s=0.5) == [lag] * 60

@@ -13,6 +13,7 @@ from slipstream.buffer.role_reports import describe_times, make_step_times, time
 from slipstream.buffer.store_rules import MAY_CHANGE, check_same_run
 from slipstream.runtime.clock import Growth
 from tests.builders import make_packed
+from tests.cases import cases
 
 
 def check(before: dict, now: dict) -> None:
@@ -26,16 +27,14 @@ def test_an_entry_lists_the_fetched_trajectories():
     assert entry == StepEntry(3, 2, 9, 7, "abc", ["4", "2"], [["4-0-0", "4-0-1"], ["2-0-0"]])
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "message"),
-    [
-        ({"a": {"b": 1}}, {"a": {"b": 2}}, "a.b must stay 1 .* got 2"),
-        ({"a": {"b": 1}}, {"a": {}}, "a must stay 'absent' .* got {}"),
-        ({"a": 1}, {"a": 1, "b": 2}, "b must stay 'absent' .* got 2"),
-        ({"a": [1, 2]}, {"a": [2, 1]}, r"a must stay \[1, 2\]"),
-        ({"z": 1, "b": 1}, {"z": 2, "b": 2}, "b must stay 1"),
-        ({"learner": {"max_steps_more": 1}}, {"learner": {"max_steps_more": 2}}, "learner.max_steps_more"),
-    ],
+@cases(
+    "before, now, message",
+    ({"a": {"b": 1}}, {"a": {"b": 2}}, "a.b must stay 1 .* got 2"),
+    ({"a": {"b": 1}}, {"a": {}}, "a must stay 'absent' .* got {}"),
+    ({"a": 1}, {"a": 1, "b": 2}, "b must stay 'absent' .* got 2"),
+    ({"a": [1, 2]}, {"a": [2, 1]}, r"a must stay \[1, 2\]"),
+    ({"z": 1, "b": 1}, {"z": 2, "b": 2}, "b must stay 1"),
+    ({"learner": {"max_steps_more": 1}}, {"learner": {"max_steps_more": 2}}, "learner.max_steps_more"),
 )
 def test_the_first_key_that_differs_is_named(before, now, message):
     with pytest.raises(RunConflictError, match=message):
@@ -88,18 +87,16 @@ def test_a_sound_store_reconciles_and_a_group_is_trained_on_as_often_as_the_run_
     assert audit_with(ledger=[entry(1, "0"), entry(2, "1", "1")], max_uses=2).duplicated == 2
 
 
-@pytest.mark.parametrize(
-    ("fields", "found", "problems"),
-    [
-        ({"accepted": 10}, {"lost": 1}, None),
-        ({"members": SOUND.members | {"3": (2, 1)}}, {"lost": 1}, None),
-        ({"next_ordinal": 7}, {"skipped_prompts": 1}, ["in no state: 6"]),
-        ({"next_ordinal": 20}, {"skipped_prompts": 14}, ["in no state: 6, 7, 8, 9, 10 and 9 more"]),
-        ({"groups": SOUND.groups | {"ready": ["3", "2"]}, "accepted": 11}, {"duplicated": 1}, [TWO_STATES]),
-        ({"ledger": [entry(1, "0"), entry(2, "1", "0")]}, {"duplicated": 2}, [TOO_OFTEN]),
-        ({"ledger": [entry(1, "0")]}, {}, ["used, but not in the ledger: 1"]),
-        ({"ledger": [*SOUND.ledger, entry(3, "3")]}, {}, ["in the ledger, but neither used nor over: 3"]),
-    ],
+@cases(
+    "fields, found, problems",
+    ({"accepted": 10}, {"lost": 1}, None),
+    ({"members": SOUND.members | {"3": (2, 1)}}, {"lost": 1}, None),
+    ({"next_ordinal": 7}, {"skipped_prompts": 1}, ["in no state: 6"]),
+    ({"next_ordinal": 20}, {"skipped_prompts": 14}, ["in no state: 6, 7, 8, 9, 10 and 9 more"]),
+    ({"groups": SOUND.groups | {"ready": ["3", "2"]}, "accepted": 11}, {"duplicated": 1}, [TWO_STATES]),
+    ({"ledger": [entry(1, "0"), entry(2, "1", "0")]}, {"duplicated": 2}, [TOO_OFTEN]),
+    ({"ledger": [entry(1, "0")]}, {}, ["used, but not in the ledger: 1"]),
+    ({"ledger": [*SOUND.ledger, entry(3, "3")]}, {}, ["in the ledger, but neither used nor over: 3"]),
 )
 def test_lost_skipped_duplicated_and_contradicting_trajectories_are_found(fields, found, problems):
     audited = audit_with(**fields)
@@ -137,9 +134,7 @@ def test_time_before_the_training_and_before_a_restart_is_counted_rightly() -> N
     assert growth.each == {("generator", "b", "time/working"): 1.5, ("generator", "b", "time/prompts"): 1.0}
 
 
-@pytest.mark.parametrize(
-    ("prompts", "side"), [(2.0, "generating is the slower side"), (90.0, "training is the slower side")]
-)
+@cases("prompts, side", (2.0, "generating is the slower side"), (90.0, "training is the slower side"))
 def test_the_table_says_which_side_waits_for_which(prompts: float, side: str) -> None:
     roles = ROLES | {"a": ROLES["a"] | {"time/prompts": prompts}}
     lines = describe_times(msgspec.to_builtins(make_step_times(time_counters(roles), steps=20)))

@@ -23,18 +23,17 @@ from slipstream.configs.run import RunConfig
 from slipstream.configs.schema import PRESETS, field_docstrings, groups, settings, variants
 from slipstream.generators.rewards.composition import full_path
 from slipstream.scripts.make_prompts import SOURCES
+from tests.cases import cases
 
 
-@pytest.mark.parametrize(
-    ("override", "value"),
-    [
-        ("learner.max_steps=7", 7),
-        ("+learner.max_steps=7", 7),
-        ("++learner.max_steps=7", 7),
-        ("learner.optimizer.betas=[0.8,0.9]", (0.8, 0.9)),
-        ("learner.stall.timeout_s=3", 3.0),
-        ("generators.reward.arguments.scale=2", 2),
-    ],
+@cases(
+    "override, value",
+    ("learner.max_steps=7", 7),
+    ("+learner.max_steps=7", 7),
+    ("++learner.max_steps=7", 7),
+    ("learner.optimizer.betas=[0.8,0.9]", (0.8, 0.9)),
+    ("learner.stall.timeout_s=3", 3.0),
+    ("generators.reward.arguments.scale=2", 2),
 )
 def test_a_value_is_overridden_with_or_without_a_plus(override: str, value: object) -> None:
     found: Any = load([override])
@@ -52,14 +51,12 @@ def test_the_command_line_wins_over_the_experiment_and_an_experiment_over_the_gr
     assert isinstance(run.learner.engine, TorchEngineConfig)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "epochs"),
-    [
-        (["learner.epochs=3"], 3),
-        (["experiment=sft", "model.path=m"], 1),
-        (["experiment=sft", "model.path=m", "learner.max_steps=7"], None),
-        (["learner.epochs=null", "learner.max_steps=7"], None),
-    ],
+@cases(
+    "overrides, epochs",
+    (["learner.epochs=3"], 3),
+    (["experiment=sft", "model.path=m"], 1),
+    (["experiment=sft", "model.path=m", "learner.max_steps=7"], None),
+    (["learner.epochs=null", "learner.max_steps=7"], None),
 )
 def test_steps_on_the_command_line_replace_the_passes_of_a_file(overrides: list[str], epochs: int | None) -> None:
     assert load(overrides).learner.epochs == epochs
@@ -107,9 +104,11 @@ def test_an_experiment_may_be_a_file_of_the_users_own(tmp_path: Path) -> None:
     assert origins["mode"] == "configs/presets/experiment/digits_serial.yaml"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [("no_such_key: x", "unknown key no_such_key"), ("a: [", "readable YAML"), ("- a", "settings as key: value")],
+@cases(
+    "text, words",
+    ("no_such_key: x", "unknown key no_such_key"),
+    ("a: [", "readable YAML"),
+    ("- a", "settings as key: value"),
 )
 def test_a_file_that_holds_no_settings_is_refused(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "mine.yaml"
@@ -138,15 +137,13 @@ def refusal(line: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("line", "meant"),
-    [
-        ("experiment=digit_cpu", "experiment=digits_cpu"),
-        ("algorithm/advantage=gropo", "algorithm/advantage=grpo"),
-        ("recipe=dappo", "recipe=dapo or recipe=dppo"),
-        ("recipe=maxrl", "algorithm/advantage=maxrl"),
-        ("experiment=gsm8k_1gp", "experiment=gsm8k_1gpu"),
-    ],
+@cases(
+    "line, meant",
+    ("experiment=digit_cpu", "experiment=digits_cpu"),
+    ("algorithm/advantage=gropo", "algorithm/advantage=grpo"),
+    ("recipe=dappo", "recipe=dapo or recipe=dppo"),
+    ("recipe=maxrl", "algorithm/advantage=maxrl"),
+    ("experiment=gsm8k_1gp", "experiment=gsm8k_1gpu"),
 )
 def test_an_unknown_option_names_the_one_meant(line: str, meant: str) -> None:
     assert refusal(line) == f"unknown option {line}; did you mean {meant}?"
@@ -162,22 +159,20 @@ def test_other_unknown_keys_and_options_list_those_there_are() -> None:
     assert len(refusal("learner.max_step=1 buffer.samplr=1").splitlines()) == 2
 
 
-@pytest.mark.parametrize(
-    ("line", "advice"),
-    [
-        ("--learner.max_steps=5", "write learner.max_steps=5."),
-        ("--max-steps 5", "write learner.max_steps=5."),
-        ("max_steps 5", "write learner.max_steps=5."),
-        ("learner.max_steps 5", "write learner.max_steps=5."),
-        ("learner.max_steps = 5", "write learner.max_steps=5."),
-        ("learner.max_steps= 5", "leave no space around the =."),
-        ("learner.max_steps: 5", "write learner.max_steps=5."),
-        ("dapo learner.max_steps=5", "write recipe=dapo."),
-        ("'generators.reward.function=[a'", "put quotes around special characters"),
-        ("=3", "put quotes around special characters"),
-        ("stat", "got `stat`."),
-        ("seed=1,2", "write a list as key=[a,b], or train one run per value with `slipstream run -m`."),
-    ],
+@cases(
+    "line, advice",
+    ("--learner.max_steps=5", "write learner.max_steps=5."),
+    ("--max-steps 5", "write learner.max_steps=5."),
+    ("max_steps 5", "write learner.max_steps=5."),
+    ("learner.max_steps 5", "write learner.max_steps=5."),
+    ("learner.max_steps = 5", "write learner.max_steps=5."),
+    ("learner.max_steps= 5", "leave no space around the =."),
+    ("learner.max_steps: 5", "write learner.max_steps=5."),
+    ("dapo learner.max_steps=5", "write recipe=dapo."),
+    ("'generators.reward.function=[a'", "put quotes around special characters"),
+    ("=3", "put quotes around special characters"),
+    ("stat", "got `stat`."),
+    ("seed=1,2", "write a list as key=[a,b], or train one run per value with `slipstream run -m`."),
 )
 def test_an_argument_that_is_no_setting_gets_the_advice_that_fits(line: str, advice: str) -> None:
     message = refusal(line)
@@ -185,57 +180,52 @@ def test_an_argument_that_is_no_setting_gets_the_advice_that_fits(line: str, adv
     assert advice in message
 
 
-@pytest.mark.parametrize(
-    "override", ["generators.engine=hf", "generators.engine.kind=hf", "'generators.engine={kind: hf}'"]
-)
+@cases("override", "generators.engine=hf", "generators.engine.kind=hf", "'generators.engine={kind: hf}'")
 def test_a_variant_is_chosen_as_an_option_only(override: str) -> None:
     message = refusal(override)
     assert message.startswith("a variant must be chosen with a slash")
     assert "write generators/engine=" in message
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("buffer/store=redis", "buffer.store.url must be set, got nothing."),
-        ("learner.prompts_per_step=0", "learner.prompts_per_step must be an integer >= 1, got 0."),
-        ("learner.prompts_per_step=many", "learner.prompts_per_step must be an integer, got 'many'."),
-        (
-            "evaluation.every_steps=null",
-            "evaluation.every_steps must be an integer, got null. evaluation.every_steps=0 means: only before and "
-            "after training.",
-        ),
-        ("learner.prompts_per_step=1.5", "learner.prompts_per_step must be an integer, got 1.5."),
-        ("weights.fetch_timeout_s=inf", "weights.fetch_timeout_s must be a finite number, got inf."),
-        (
-            "+generators.reward.arguments.a=[0,{b: nan}]",
-            "generators.reward.arguments.a[1].b must be a finite number, got nan.",
-        ),
-        (
-            "learner.engine.offload_optimizer=true",
-            "learner.engine.zero_stage must be >= 1 with offload_optimizer, got 0: without ZeRO, DeepSpeed keeps the "
-            "optimizer on the device of the model.",
-        ),
-        ("learner.device=tpu", "learner.device must be one of auto, cpu, cuda, got 'tpu'."),
-        ("model=3", "model must be a record, got 3. Set its fields, such as model.path."),
-        ("evaluation.stop=3", "evaluation.stop must be a list or null, got 3."),
-        ("learner.optimizer.betas=[1,2,3]", "learner.optimizer.betas must be a list of length 2, got [1, 2, 3]."),
-        ("name=2", "name must be a string, got 2. Quote it: \"name='2'\"."),
-        (
-            "name=a/b",
-            "name must be 1 to 80 letters, digits, ., _ and -, and not start with a dot, because it names a folder, "
-            "got 'a/b'.",
-        ),
-        ("sft.eval_path=5", "sft.eval_path must be a string, got 5. Quote it: \"sft.eval_path='5'\"."),
-        (
-            "data.eval=[{name: a/b, path: x.jsonl}]",
-            "data.eval[0].name must be 1 to 48 letters, digits, ., _ and -, and start with a letter or digit, "
-            "got 'a/b'.",
-        ),
-        ("~name", "name must be set, got nothing."),
-        ("prepare=[{creates: a, module: b, arg: []}]", "unknown key prepare[0].arg; did you mean prepare[].args?"),
-        ("model.max_length=${nowhere}", "the config cannot be composed: Interpolation key 'nowhere' not found"),
-    ],
+@cases(
+    "override, sentence",
+    ("buffer/store=redis", "buffer.store.url must be set, got nothing."),
+    ("learner.prompts_per_step=0", "learner.prompts_per_step must be an integer >= 1, got 0."),
+    ("learner.prompts_per_step=many", "learner.prompts_per_step must be an integer, got 'many'."),
+    (
+        "evaluation.every_steps=null",
+        "evaluation.every_steps must be an integer, got null. evaluation.every_steps=0 means: only before and "
+        "after training.",
+    ),
+    ("learner.prompts_per_step=1.5", "learner.prompts_per_step must be an integer, got 1.5."),
+    ("weights.fetch_timeout_s=inf", "weights.fetch_timeout_s must be a finite number, got inf."),
+    (
+        "+generators.reward.arguments.a=[0,{b: nan}]",
+        "generators.reward.arguments.a[1].b must be a finite number, got nan.",
+    ),
+    (
+        "learner.engine.offload_optimizer=true",
+        "learner.engine.zero_stage must be >= 1 with offload_optimizer, got 0: without ZeRO, DeepSpeed keeps the "
+        "optimizer on the device of the model.",
+    ),
+    ("learner.device=tpu", "learner.device must be one of auto, cpu, cuda, got 'tpu'."),
+    ("model=3", "model must be a record, got 3. Set its fields, such as model.path."),
+    ("evaluation.stop=3", "evaluation.stop must be a list or null, got 3."),
+    ("learner.optimizer.betas=[1,2,3]", "learner.optimizer.betas must be a list of length 2, got [1, 2, 3]."),
+    ("name=2", "name must be a string, got 2. Quote it: \"name='2'\"."),
+    (
+        "name=a/b",
+        "name must be 1 to 80 letters, digits, ., _ and -, and not start with a dot, because it names a folder, "
+        "got 'a/b'.",
+    ),
+    ("sft.eval_path=5", "sft.eval_path must be a string, got 5. Quote it: \"sft.eval_path='5'\"."),
+    (
+        "data.eval=[{name: a/b, path: x.jsonl}]",
+        "data.eval[0].name must be 1 to 48 letters, digits, ., _ and -, and start with a letter or digit, got 'a/b'.",
+    ),
+    ("~name", "name must be set, got nothing."),
+    ("prepare=[{creates: a, module: b, arg: []}]", "unknown key prepare[0].arg; did you mean prepare[].args?"),
+    ("model.max_length=${nowhere}", "the config cannot be composed: Interpolation key 'nowhere' not found"),
 )
 def test_a_wrong_value_is_one_sentence_with_its_key(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -243,19 +233,17 @@ def test_a_wrong_value_is_one_sentence_with_its_key(override: str, sentence: str
     assert str(caught.value) == sentence
 
 
-@pytest.mark.parametrize(
-    ("earlier", "later", "merged"),
-    [
-        (["seed=3", "learner.max_steps=3"], ["learner.max_steps=9"], ["seed=3", "learner.max_steps=9"]),
-        (["buffer/sampler=uniform"], ["buffer/sampler=newest"], ["buffer/sampler=newest"]),
-        # A field of a variant would be refused by another one.
-        (
-            ["buffer/sampler=newest", "buffer.sampler.x=1", "buffer.y=2"],
-            ["buffer/sampler=uniform"],
-            ["buffer.y=2", "buffer/sampler=uniform"],
-        ),
-        (["~data.eval", "+a.b='{c: [1, 2]}'"], ["data.eval=x"], ["+a.b='{c: [1, 2]}'", "data.eval=x"]),
-    ],
+@cases(
+    "earlier, later, merged",
+    (["seed=3", "learner.max_steps=3"], ["learner.max_steps=9"], ["seed=3", "learner.max_steps=9"]),
+    (["buffer/sampler=uniform"], ["buffer/sampler=newest"], ["buffer/sampler=newest"]),
+    # A field of a variant would be refused by another one.
+    (
+        ["buffer/sampler=newest", "buffer.sampler.x=1", "buffer.y=2"],
+        ["buffer/sampler=uniform"],
+        ["buffer.y=2", "buffer/sampler=uniform"],
+    ),
+    (["~data.eval", "+a.b='{c: [1, 2]}'"], ["data.eval=x"], ["+a.b='{c: [1, 2]}'", "data.eval=x"]),
 )
 def test_later_overrides_replace_earlier_ones_of_the_same_keys(earlier, later, merged):
     assert merge_overrides(earlier, later) == merged
@@ -276,15 +264,13 @@ OWN_TASK = ["model.path=Qwen/Qwen3-0.6B", "data.train=mine.jsonl", "data.eval=h.
 
 
 @pytest.mark.parametrize("recipe", [[], ["recipe=dapo"]])
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
-        ("model: null", "model"),
-        ("{model: {path: x}, learner: 3}", "learner"),
-        ("{model: {path: x}, learner: {stall: 3}}", "learner.stall"),
-        ("{model: {path: x}, weights: [1]}", "weights"),
-        ("{model: {path: x}, buffer: null}", "buffer"),
-    ],
+@cases(
+    "text, key",
+    ("model: null", "model"),
+    ("{model: {path: x}, learner: 3}", "learner"),
+    ("{model: {path: x}, learner: {stall: 3}}", "learner.stall"),
+    ("{model: {path: x}, weights: [1]}", "weights"),
+    ("{model: {path: x}, buffer: null}", "buffer"),
 )
 def test_a_file_with_a_value_in_place_of_a_record_is_one_sentence(tmp_path: Path, text: str, key: str, recipe):
     (tmp_path / "mine.yaml").write_text(text)
@@ -293,20 +279,16 @@ def test_a_file_with_a_value_in_place_of_a_record_is_one_sentence(tmp_path: Path
 
 
 @pytest.mark.parametrize("backends", ["[wandb]", "{wandb: {}}"])
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("seed=1", {"wandb": {}}),
-        ("logging.backends={wandb: {project: x}}", {"wandb": {"project": "x"}}),
-        ("logging.backends.wandb.project=x", {"wandb": {"project": "x"}}),
-        ("logging.backends={tensorboard: {}}", {"wandb": {}, "tensorboard": {}}),
-        ("logging.backends=[tensorboard]", {"tensorboard": {}}),
-        ("logging.backends=[]", {}),
-    ],
+@cases(
+    "override, expected",
+    ("seed=1", {"wandb": {}}),
+    ("logging.backends={wandb: {project: x}}", {"wandb": {"project": "x"}}),
+    ("logging.backends.wandb.project=x", {"wandb": {"project": "x"}}),
+    ("logging.backends={tensorboard: {}}", {"wandb": {}, "tensorboard": {}}),
+    ("logging.backends=[tensorboard]", {"tensorboard": {}}),
+    ("logging.backends=[]", {}),
 )
-def test_loggers_of_a_file_and_of_the_command_line_merge_in_both_forms(
-    tmp_path: Path, backends: str, override: str, expected: dict[str, Any]
-) -> None:
+def test_loggers_of_a_file_and_of_the_command_line_merge_in_both_forms(tmp_path, backends, override, expected) -> None:
     (tmp_path / "mine.yaml").write_text(f"defaults: [digits_cpu]\nlogging: {{backends: {backends}}}\n")
     assert load([f"experiment={tmp_path}/mine.yaml", override]).logging.arguments == expected
 
@@ -435,19 +417,15 @@ def test_presets_are_complete_and_named_after_their_files_and_repeat_no_record_o
     assert {experiment: set_groups for experiment, set_groups in found.items() if set_groups} == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "agent", "sources"),
-    [
-        ("gsm8k_1gpu", "single_turn", ["openai/gsm8k"]),
-        ("gsm8k_8gpu", "single_turn", ["openai/gsm8k"]),
-        ("math_1gpu", "single_turn", ["math_dapo", "math", "aime_2024"]),
-        ("retool_1gpu", "tools", ["math_dapo", "math", "aime_2024"]),
-        ("search_r1_1gpu", "search", ["nq", "hotpotqa"]),
-    ],
+@cases(
+    "name, agent, sources",
+    ("gsm8k_1gpu", "single_turn", ["openai/gsm8k"]),
+    ("gsm8k_8gpu", "single_turn", ["openai/gsm8k"]),
+    ("math_1gpu", "single_turn", ["math_dapo", "math", "aime_2024"]),
+    ("retool_1gpu", "tools", ["math_dapo", "math", "aime_2024"]),
+    ("search_r1_1gpu", "search", ["nq", "hotpotqa"]),
 )
-def test_the_presets_for_gpus_are_valid_here_and_prepare_every_file_that_they_read(
-    name: str, agent: str, sources: list[str]
-) -> None:
+def test_the_presets_for_gpus_are_valid_here_and_prepare_every_file_that_they_read(name, agent, sources) -> None:
     run = load([f"experiment={name}"])
     assert run.generators.agent.__struct_config__.tag == agent
     for source in sources:

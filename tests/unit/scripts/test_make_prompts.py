@@ -19,6 +19,7 @@ from slipstream.scripts.make_prompts import (
     make_gym_task,
     make_source,
 )
+from tests.cases import cases
 
 GSM8K = {"question": "Two eggs cost 4. How much do 500 cost? ", "answer": "4 / 2 = 2\n500 * 2 = 1,000\n#### 1,000"}
 MATH = {"problem": "What is half of one?", "level": "Level 1", "solution": r"It is $\boxed{\frac{1}{2}}$."}
@@ -40,15 +41,13 @@ def publish(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize(
-    ("read", "solution", "answer"),
-    [
-        (final_answer, GSM8K["answer"], "1000"),
-        (final_answer, "about five", "must end in `#### number`, got `about five`"),
-        (last_boxed, r"\boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (last_boxed, r"\boxed{\text{a}", "must hold its answer in"),
-        (last_boxed, "none", "must hold its answer in"),
-    ],
+@cases(
+    "read, solution, answer",
+    (final_answer, GSM8K["answer"], "1000"),
+    (final_answer, "about five", "must end in `#### number`, got `about five`"),
+    (last_boxed, r"\boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+    (last_boxed, r"\boxed{\text{a}", "must hold its answer in"),
+    (last_boxed, "none", "must hold its answer in"),
 )
 def test_an_answer_follows_its_mark_or_is_in_the_last_box(read, solution: str, answer: str) -> None:
     if not answer.startswith("must"):
@@ -85,9 +84,7 @@ def test_pictures_come_with_their_questions(tmp_path: Path) -> None:
         ("nq", ("nq/train.jsonl", "nq/test.jsonl"), NQ, f"who wrote it? {TAGS}", {"target": ["Ann", "A. Lee"]}, "nq"),
     ],
 )  # fmt: skip
-def test_a_task_is_read_as_it_is_published(
-    tmp_path: Path, task: str, files: tuple[str, ...], row: dict[str, Any], prompt: str, truth: Any, data_source: str
-) -> None:
+def test_a_task_is_read_as_it_is_published(tmp_path, task, files, row, prompt, truth, data_source) -> None:
     for file in files:
         publish(tmp_path / "source", file, [row, row])
     main([task, f"--source={tmp_path}/source", f"--out={tmp_path}/out"])

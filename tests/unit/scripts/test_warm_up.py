@@ -24,6 +24,7 @@ from slipstream.scripts.warm_up import (
     read_problems,
     warm_up,
 )
+from tests.cases import cases
 
 
 class Parrot(torch.nn.Module):
@@ -63,9 +64,7 @@ def test_only_the_response_is_trained_on_once_an_epoch() -> None:
     assert sorted(problem for _ in range(3) for problem in next(stream)) == problems
 
 
-@pytest.mark.parametrize(
-    ("written", "accuracy"), [([7, 8, 1], 1.0), ([7, 8, 8], 0.0), ([7, 1, 1], 0.0), ([8, 7, 1], 0.0)]
-)
+@cases("written, accuracy", ([7, 8, 1], 1.0), ([7, 8, 8], 0.0), ([7, 1, 1], 0.0), ([8, 7, 1], 0.0))
 def test_only_the_whole_answer_with_its_end_counts(written: list[int], accuracy: float) -> None:
     assert exact_accuracy(Parrot(written), [Problem([5, 6], [7, 8, 1])], seed=0) == accuracy  # type: ignore[arg-type]
     problems = [Problem([5], [7, 1]), Problem([5, 6], [7, 8, 1]), Problem([5, 6], [7, 1])]

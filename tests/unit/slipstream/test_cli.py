@@ -20,6 +20,7 @@ from slipstream import cli
 from slipstream.configs.load import load, to_plain
 from slipstream.configs.schema import groups, settings
 from slipstream.runtime.command_line import SETTINGS
+from tests.cases import cases
 from tests.runs import ROOT
 
 PANELS = {
@@ -92,26 +93,24 @@ def assert_settings_exist(text: str) -> None:
     assert set(re.findall(r"\b([a-z][a-z_./]*)=", text)) <= {setting.key for setting in settings()} | set(groups())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--learner.max_steps=5"], "got `--learner.max_steps=5`: write learner.max_steps=5."),
-        (["run", "--learner.max_steps", "5"], "write learner.max_steps=5."),
-        (["run", "--max-steps=5"], "write learner.max_steps=5."),
-        (["stat"], "no command `stat`, did you mean `status`?"),
-        (["max_steps", "5"], "write learner.max_steps=5."),
-        (["run", "max_steps", "5"], "write learner.max_steps=5."),
-        (["run", "xyzzy"], "key=value, got `xyzzy`"),
-        (["xyzzy"], "no command `xyzzy`; there are: run, "),
-        (["status", "--jso"], "--jso"),
-        (["explain", "steps", "3"], "'steps'"),
-        (["explain"], "'KIND'"),
-        (["explain", "step"], "step must be followed by its number, `slipstream explain step 12`, got ''."),
-        (["explain", "step", "three"], "`slipstream explain step 12`, got 'three'"),
-        (["data", "lst"], "lst"),
-        (["status", "--json", "--watch"], "--json prints once"),
-        (["status", "learner.max_steps=3"], "got 'learner.max_steps=3'"),
-    ],
+@cases(
+    "arguments, sentence",
+    (["--learner.max_steps=5"], "got `--learner.max_steps=5`: write learner.max_steps=5."),
+    (["run", "--learner.max_steps", "5"], "write learner.max_steps=5."),
+    (["run", "--max-steps=5"], "write learner.max_steps=5."),
+    (["stat"], "no command `stat`, did you mean `status`?"),
+    (["max_steps", "5"], "write learner.max_steps=5."),
+    (["run", "max_steps", "5"], "write learner.max_steps=5."),
+    (["run", "xyzzy"], "key=value, got `xyzzy`"),
+    (["xyzzy"], "no command `xyzzy`; there are: run, "),
+    (["status", "--jso"], "--jso"),
+    (["explain", "steps", "3"], "'steps'"),
+    (["explain"], "'KIND'"),
+    (["explain", "step"], "step must be followed by its number, `slipstream explain step 12`, got ''."),
+    (["explain", "step", "three"], "`slipstream explain step 12`, got 'three'"),
+    (["data", "lst"], "lst"),
+    (["status", "--json", "--watch"], "--json prints once"),
+    (["status", "learner.max_steps=3"], "got 'learner.max_steps=3'"),
 )
 def test_a_mistake_gets_one_sentence_of_advice(arguments, sentence, capsys):
     code, printed, error = call(capsys, *arguments)
@@ -142,12 +141,10 @@ sys.exit(sorted(sys.modules.keys() & set(heavy)) or 0)
 HEAVY = ("torch", "vllm", "deepspeed", "transformers")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "heavy"),
-    [
-        *[(f"{command} --help", (*HEAVY, "numpy", "pyarrow", "textual", "tokenizers")) for command in ("", "status")],
-        ("status runs_dir=nowhere", HEAVY),
-    ],
+@cases(
+    "arguments, heavy",
+    *[(f"{command} --help", (*HEAVY, "numpy", "pyarrow", "textual", "tokenizers")) for command in ("", "status")],
+    ("status runs_dir=nowhere", HEAVY),
 )
 def test_it_starts_without_heavy_modules(arguments, heavy):
     run([sys.executable, "-c", START, json.dumps([arguments, *heavy])])

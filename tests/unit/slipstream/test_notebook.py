@@ -15,6 +15,7 @@ from slipstream.configs.load import load, to_plain
 from slipstream.notebook import Run, Trainer, load_run, path_of, replay_overrides, run
 from slipstream.runtime.import_path import find_function
 from tests.builders import make_run, write_archive
+from tests.cases import cases
 from tests.recorded_run import append_rows
 from tests.shape.tree import ROOT
 from tests.unit.slipstream.observe.catalog.test_catalog import ALL, GROUPS, byte_tokenizer
@@ -84,14 +85,12 @@ def test_a_run_is_read_as_arrow(folder: Path) -> None:
     assert Run(folder).metrics().num_rows == 0
 
 
-@pytest.mark.parametrize(
+@cases(
     "overrides",
-    [
-        ["experiment=digits_serial", "learner.max_steps=7"],
-        ["recipe=dapo", "model.path='it\\'s mine'", "seed=3"],
-        ["experiment=gsm8k_lora_1gpu", "algorithm/policy_loss=gspo", "learner.optimizer.betas=[0.8,0.9]"],
-        ["algorithm/advantage=gae", "algorithm.kl.coef=0.1", "data.curriculum={}", "buffer/filter=accuracy"],
-    ],
+    ["experiment=digits_serial", "learner.max_steps=7"],
+    ["recipe=dapo", "model.path='it\\'s mine'", "seed=3"],
+    ["experiment=gsm8k_lora_1gpu", "algorithm/policy_loss=gspo", "learner.optimizer.betas=[0.8,0.9]"],
+    ["algorithm/advantage=gae", "algorithm.kl.coef=0.1", "data.curriculum={}", "buffer/filter=accuracy"],
 )
 def test_a_replay_has_the_settings_of_its_run(overrides: list[str]) -> None:
     config = load(overrides)

@@ -26,6 +26,7 @@ from slipstream.broker.messages import (
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.trajectory import AnswerCheck, Reward, Sampling, VersionSpan
 from tests.builders import make_packed
+from tests.cases import cases
 from tests.fakes import FakePeer, RouterScene
 
 READY = Pong(-1.0, "ready", 0)
@@ -266,32 +267,30 @@ LIE_ABOUT_A_REWARD = changed(lie="7-0-1 has a reward of 1, and 0 by one's own re
 FEW_TOKENS = changed(num_tokens=4, logprob_diff=0.0, surplus=-1.0, variance=1.0)
 
 
-@pytest.mark.parametrize(
-    ("checks", "reason"),
-    [
-        ([], ""),
-        ([HONEST] * 64, ""),
-        # One lie may be a fault, and two convict.
-        ([LIE_ABOUT_A_REWARD, *[HONEST] * 9], ""),
-        (
-            [LIE_ABOUT_A_REWARD, *[HONEST] * 9, LIE_ABOUT_A_REWARD],
-            "2 of 11 checked answers are false, the last one: 7-0-1 has a reward of 1, and 0 by one's own reward",
-        ),
-        # Log probabilities beyond the bound convict once four answers were scored.
-        ([changed(logprob_diff=30.0)] * 3 + [AnswerCheck("0-0-1")] * 9, ""),
-        ([changed(logprob_diff=30.0)] * 4, "within 0.05 nats on average, got 0.3 over 400 tokens of 4 answers"),
-        # The policy's change since is allowed for by its effect on trusted answers.
-        ([changed(logprob_diff=10.0, own_logprob_diff=0.0)] * 4, "nats"),
-        ([changed(logprob_diff=10.0, own_logprob_diff=0.04)] * 4, ""),
-        # Answers that the policy would not sample.
-        ([changed(surplus=30.0)] * 4, "the likeliest token 30% more often"),
-        ([changed(surplus=-30.0)] * 4, "the likeliest token 30% less often"),
-        # Chance is allowed for where few tokens were scored.
-        ([FEW_TOKENS] * 4, ""),
-        ([FEW_TOKENS] * 64, "the likeliest token"),
-        ([changed(logprob_diff=float("nan"))] * 4, "nats"),
-        ([changed(surplus=float("nan"))] * 4, "the likeliest token"),
-    ],
+@cases(
+    "checks, reason",
+    ([], ""),
+    ([HONEST] * 64, ""),
+    # One lie may be a fault, and two convict.
+    ([LIE_ABOUT_A_REWARD, *[HONEST] * 9], ""),
+    (
+        [LIE_ABOUT_A_REWARD, *[HONEST] * 9, LIE_ABOUT_A_REWARD],
+        "2 of 11 checked answers are false, the last one: 7-0-1 has a reward of 1, and 0 by one's own reward",
+    ),
+    # Log probabilities beyond the bound convict once four answers were scored.
+    ([changed(logprob_diff=30.0)] * 3 + [AnswerCheck("0-0-1")] * 9, ""),
+    ([changed(logprob_diff=30.0)] * 4, "within 0.05 nats on average, got 0.3 over 400 tokens of 4 answers"),
+    # The policy's change since is allowed for by its effect on trusted answers.
+    ([changed(logprob_diff=10.0, own_logprob_diff=0.0)] * 4, "nats"),
+    ([changed(logprob_diff=10.0, own_logprob_diff=0.04)] * 4, ""),
+    # Answers that the policy would not sample.
+    ([changed(surplus=30.0)] * 4, "the likeliest token 30% more often"),
+    ([changed(surplus=-30.0)] * 4, "the likeliest token 30% less often"),
+    # Chance is allowed for where few tokens were scored.
+    ([FEW_TOKENS] * 4, ""),
+    ([FEW_TOKENS] * 64, "the likeliest token"),
+    ([changed(logprob_diff=float("nan"))] * 4, "nats"),
+    ([changed(surplus=float("nan"))] * 4, "the likeliest token"),
 )
 def test_the_checks_convict_a_dishonest_guest_and_no_honest_one(checks: list[AnswerCheck], reason: str):
     found = convict(checks)

@@ -36,6 +36,7 @@ from slipstream.launch.preflight import make_inputs
 from slipstream.runtime.images import PLACEHOLDER, VisionModel, image_id
 from slipstream.runtime.model_files import read_chat_template
 from tests.builders import make_packed, make_prompt, make_run
+from tests.cases import cases
 from tests.pictures import IMAGE, make_picture, make_picture_row, make_vision_model
 from tests.tiny_model import make_tiny_model, make_tokenizer
 
@@ -96,21 +97,19 @@ def test_a_missing_file_or_column_or_a_file_of_another_kind_or_without_rows_is_r
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        ("data_source", 3),
-        ("agent_name", 3),
-        ("prompt", 3),
-        ("prompt", ""),
-        ("prompt", []),
-        ("prompt", ["a", "b"]),
-        ("prompt", [{"role": "user"}]),
-        ("prompt", [{"role": "user", "content": 3}]),
-        ("reward_model", "31284"),
-        ("reward_model", {"style": "rule"}),
-        ("extra_info", "seventeen"),
-    ],
+@cases(
+    "column, value",
+    ("data_source", 3),
+    ("agent_name", 3),
+    ("prompt", 3),
+    ("prompt", ""),
+    ("prompt", []),
+    ("prompt", ["a", "b"]),
+    ("prompt", [{"role": "user"}]),
+    ("prompt", [{"role": "user", "content": 3}]),
+    ("reward_model", "31284"),
+    ("reward_model", {"style": "rule"}),
+    ("extra_info", "seventeen"),
 )
 def test_a_value_of_another_type_is_refused_with_its_row(tmp_path: Path, suffix: str, column: str, value: Any) -> None:
     rows = [ROW | {column: value}] if suffix == "parquet" else [ROW, ROW | {column: value}]
@@ -121,13 +120,11 @@ def test_a_value_of_another_type_is_refused_with_its_row(tmp_path: Path, suffix:
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-@pytest.mark.parametrize(
-    ("broken", "name"),
-    [
-        ({"prompt": None}, "prompt"),
-        ({"reward_model": {"style": "rule", "ground_truth": None}}, "ground_truth"),
-        ({"reward_model": None}, "reward_model"),
-    ],
+@cases(
+    "broken, name",
+    ({"prompt": None}, "prompt"),
+    ({"reward_model": {"style": "rule", "ground_truth": None}}, "ground_truth"),
+    ({"reward_model": None}, "reward_model"),
 )
 def test_a_row_without_a_value_is_named(tmp_path: Path, suffix: str, broken: dict[str, Any], name: str) -> None:
     message = refusal(write(tmp_path, [ROW, ROW | broken], suffix))
@@ -191,25 +188,21 @@ BRIEF = {"role": "system", "content": "Be brief."}
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "jsonl.gz", "csv"])
-@pytest.mark.parametrize(
-    ("row", "prompt", "truth", "columns"),
-    [
-        ({"prompt": "1+1?", "ground_truth": "2"}, "1+1?", "2", {}),
-        ({"problem": "1+1?", "solution": "It is 2.", "answer": "2"}, "1+1?", "2", {}),
-        ({"prompt": "1+1?", "solution": "2"}, "1+1?", "2", {}),
-        ({"instruction": "Add.", "input": "1+1", "output": "2"}, "Add.\n\n1+1", "2", {}),
-        ({"instruction": "1+1?", "input": "", "output": "2"}, "1+1?", "2", {}),
-        ({"prompt": "no", "query": "1+1?", "gold": "2"}, "1+1?", "2", {"prompt": "query", "ground_truth": "gold"}),
-        ({"messages": [USER], "answer": "2"}, [USER], "2", {}),
-        ({"messages": [USER, ANSWER]}, [USER], "2", {}),
-        ({"messages": [USER, ANSWER], "answer": "two"}, [USER], "two", {}),
-        ({"conversations": SHAREGPT}, [BRIEF, USER], "2", {}),
-        ({"dialog": {"turns": SHAREGPT[:2]}, "answer": "2"}, [BRIEF, USER], "2", {"prompt": "dialog.turns"}),
-    ],
+@cases(
+    "row, prompt, truth, columns",
+    ({"prompt": "1+1?", "ground_truth": "2"}, "1+1?", "2", {}),
+    ({"problem": "1+1?", "solution": "It is 2.", "answer": "2"}, "1+1?", "2", {}),
+    ({"prompt": "1+1?", "solution": "2"}, "1+1?", "2", {}),
+    ({"instruction": "Add.", "input": "1+1", "output": "2"}, "Add.\n\n1+1", "2", {}),
+    ({"instruction": "1+1?", "input": "", "output": "2"}, "1+1?", "2", {}),
+    ({"prompt": "no", "query": "1+1?", "gold": "2"}, "1+1?", "2", {"prompt": "query", "ground_truth": "gold"}),
+    ({"messages": [USER], "answer": "2"}, [USER], "2", {}),
+    ({"messages": [USER, ANSWER]}, [USER], "2", {}),
+    ({"messages": [USER, ANSWER], "answer": "two"}, [USER], "two", {}),
+    ({"conversations": SHAREGPT}, [BRIEF, USER], "2", {}),
+    ({"dialog": {"turns": SHAREGPT[:2]}, "answer": "2"}, [BRIEF, USER], "2", {"prompt": "dialog.turns"}),
 )
-def test_common_columns_and_named_ones_are_read_from_every_format(
-    tmp_path: Path, suffix: str, row: dict[str, Any], prompt: Any, truth: str, columns: dict[str, str]
-) -> None:
+def test_common_columns_and_named_ones_are_read_from_every_format(tmp_path, suffix, row, prompt, truth, columns):
     if suffix == "csv" and not all(isinstance(value, str) for value in row.values()):
         pytest.skip("CSV holds no lists")
     dataset = Dataset(write(tmp_path, [row, row], suffix), columns=columns)
@@ -219,19 +212,15 @@ def test_common_columns_and_named_ones_are_read_from_every_format(
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-@pytest.mark.parametrize(
-    ("row", "columns", "words"),
-    [
-        ({"query": "1?", "answer": "2"}, {}, r"`prompt` or `question` or .*name the column .* data\.columns\.prompt="),
-        ({"prompt": "1+1?", "gold": "2"}, {}, r"`answer` or .*data\.columns\.ground_truth=NAME"),
-        ({"prompt": "1+1?", "answer": "2"}, {"prompt": "query"}, r"`query`.*prompt, answer: name the column"),
-        ({"prompt": [USER, ANSWER], "answer": "2"}, {}, r"row 0: `prompt` must end with a turn .*remove that message"),
-        ({"messages": [ANSWER]}, {}, r"row 0: `messages` must be text or a list of chat messages, and not be empty"),
-    ],
+@cases(
+    "row, columns, words",
+    ({"query": "1?", "answer": "2"}, {}, r"`prompt` or `question` or .*name the column .* data\.columns\.prompt="),
+    ({"prompt": "1+1?", "gold": "2"}, {}, r"`answer` or .*data\.columns\.ground_truth=NAME"),
+    ({"prompt": "1+1?", "answer": "2"}, {"prompt": "query"}, r"`query`.*prompt, answer: name the column"),
+    ({"prompt": [USER, ANSWER], "answer": "2"}, {}, r"row 0: `prompt` must end with a turn .*remove that message"),
+    ({"messages": [ANSWER]}, {}, r"row 0: `messages` must be text or a list of chat messages, and not be empty"),
 )
-def test_a_row_that_cannot_be_a_prompt_is_refused_with_the_remedy(
-    tmp_path: Path, suffix: str, row: dict[str, Any], columns: dict[str, str], words: str
-) -> None:
+def test_a_row_that_cannot_be_a_prompt_is_refused_with_the_remedy(tmp_path, suffix, row, columns, words) -> None:
     path = write(tmp_path, [row], suffix)
     with pytest.raises(ConfigError, match=words):
         Dataset(path, columns=columns)
@@ -245,20 +234,16 @@ def test_a_row_limit_applies_to_each_training_file_and_skips_the_check_of_the_re
     assert [row.prompt for row in read_train(run)] == ["a", "b", "a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "max_steps"),
-    [
-        ({"learner": {"epochs": 3, "prompts_per_step": 4}}, 6),
-        ({"learner": {"epochs": 3, "prompts_per_step": 4}, "data": {"max_rows": 2}}, 3),
-        ({"learner": {"epochs": 1, "prompts_per_step": 9}}, 1),
-        ({"learner": {"epochs": 3, "prompts_per_step": 4}, "replay_mix": {"archive": "a", "fraction": 0.5}}, 12),
-        ({"learner": {"prompts_per_step": 4}}, 4),
-        ({"learner": {"epochs": 3}, "mode": "evaluate"}, 4),
-    ],
+@cases(
+    "settings, max_steps",
+    ({"learner": {"epochs": 3, "prompts_per_step": 4}}, 6),
+    ({"learner": {"epochs": 3, "prompts_per_step": 4}, "data": {"max_rows": 2}}, 3),
+    ({"learner": {"epochs": 1, "prompts_per_step": 9}}, 1),
+    ({"learner": {"epochs": 3, "prompts_per_step": 4}, "replay_mix": {"archive": "a", "fraction": 0.5}}, 12),
+    ({"learner": {"prompts_per_step": 4}}, 4),
+    ({"learner": {"epochs": 3}, "mode": "evaluate"}, 4),
 )
-def test_passes_over_all_training_files_give_the_number_of_steps(
-    tmp_path: Path, settings: dict[str, Any], max_steps: int
-) -> None:
+def test_passes_over_all_training_files_give_the_number_of_steps(tmp_path, settings, max_steps) -> None:
     data = {"train": [str(write(tmp_path, [ROW] * 4, name=name)) for name in ("first", "second")]}
     run = make_run(**settings | {"data": data | settings.get("data", {})})
     assert with_epochs(run).learner.max_steps == max_steps
@@ -506,9 +491,7 @@ def test_images_count_in_the_length_of_a_prompt_and_the_size_of_a_row(tmp_path: 
         dataset.check_row_sizes(max_message_bytes=16_000)
 
 
-def test_prompts_are_encoded_as_the_model_reads_them_and_a_damaged_image_costs_its_prompt_alone(
-    tmp_path: Path, model: Path
-) -> None:
+def test_prompts_are_encoded_as_the_model_reads_them_and_a_damaged_image_costs_its_prompt_alone(tmp_path, model):
     dataset = open_run(tmp_path, model, [make_picture_row([{"bytes": FIRST}], prompt="1<image>=")])
     lease = Lease("0-0", "0", "train", 0, 0, 0, [0, 1])
     prompt = lease_scheduler.make_prompt(lease, dataset.row(0))

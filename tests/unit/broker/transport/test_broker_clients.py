@@ -21,6 +21,7 @@ from slipstream.broker.messages import (
 )
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.session import BrokerClients
+from tests.cases import cases
 from tests.threaded_broker import ThreadedBroker
 from tests.unit.broker.transport.test_client import FakeBroker, make_welcome
 
@@ -126,9 +127,7 @@ def test_a_broker_that_is_back_at_another_port_is_joined_there_though_another_ro
     joined.await_message("ipc:///b", Bye)
 
 
-@pytest.mark.parametrize(
-    ("announced", "is_reachable"), [("tcp://10.0.0.1:20000", False), ("tcp://127.0.0.1:5757", True)]
-)
+@cases("announced, is_reachable", ("tcp://10.0.0.1:20000", False), ("tcp://127.0.0.1:5757", True))
 def test_a_tunnel_is_not_left_for_an_unreachable_address_or_the_loopback_of_another_machine(
     scene: Scene, announced: str, is_reachable: bool
 ):

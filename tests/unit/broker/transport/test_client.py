@@ -37,6 +37,7 @@ from slipstream.broker.transport.session import QueueInbox, call_threadsafe
 from slipstream.buffer.codec import decode, encode
 from slipstream.configs.broker import BROKER_SILENCE_S
 from tests.builders import make_packed
+from tests.cases import cases
 from tests.fakes import FakeClock
 
 
@@ -160,9 +161,10 @@ def test_a_bye_of_a_restarted_broker_is_answered_with_hello_at_once():
     assert Put in [type(message) for message in broker.receive()]
 
 
-@pytest.mark.parametrize(
-    ("is_moving", "message", "kept"),
-    [(False, LeaseRequest(1), []), (True, ReturnLeases(["0-0"], reason="drained"), [ReturnLeases])],
+@cases(
+    "is_moving, message, kept",
+    (False, LeaseRequest(1), []),
+    (True, ReturnLeases(["0-0"], reason="drained"), [ReturnLeases]),
 )
 def test_without_a_broker_requests_do_not_pile_up_and_returned_leases_wait(is_moving, message, kept):
     client, broker, clock, _ = make_moving_pair() if is_moving else make_pair()

@@ -14,6 +14,7 @@ from slipstream.broker.transport.endpoints import Interface, check_reach, collec
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel, is_refused, listen
 from slipstream.configs.base import ConfigError
 from slipstream.configs.cluster import LOCAL, ClusterConfig
+from tests.cases import cases
 from tests.fakes import KEYS
 
 LOOPBACK = "127.0.0.0/8"
@@ -46,14 +47,12 @@ def port_of(server: ZmqServerChannel) -> int:
     return int(server.address.rpartition(":")[2])
 
 
-@pytest.mark.parametrize(
-    ("network", "found"),
-    [
-        ("10.0.0.0/16", Interface("eth0", "10.0.0.5")),
-        ("172.16.0.0/12", Interface("docker0", "172.17.0.1")),
-        ("10.9.0.6/32", Interface("ib0", "10.9.0.6")),
-        (LOOPBACK, Interface("lo", "127.0.0.1")),
-    ],
+@cases(
+    "network, found",
+    ("10.0.0.0/16", Interface("eth0", "10.0.0.5")),
+    ("172.16.0.0/12", Interface("docker0", "172.17.0.1")),
+    ("10.9.0.6/32", Interface("ib0", "10.9.0.6")),
+    (LOOPBACK, Interface("lo", "127.0.0.1")),
 )
 def test_the_one_address_inside_is_found(network: str, found: Interface, monkeypatch) -> None:
     monkeypatch.setattr(endpoints, "own_addresses", lambda: MACHINE)
@@ -66,14 +65,12 @@ def test_the_loopback_address_is_not_meant_by_a_network_of_everything(monkeypatc
     assert found.name == "eth0"
 
 
-@pytest.mark.parametrize(
-    ("network", "got"),
-    [
-        ("192.168.0.0/16", "none inside, of 172.17.0.1 (docker0), 10.0.0.5 (eth0), 10.9.0.5 (ib0), 10.9.0.6 (ib0), 12"),
-        ("10.9.0.0/16", "2 inside: 10.9.0.5 (ib0), 10.9.0.6 (ib0):"),
-        ("10.0.0.0/8", "3 inside: 10.0.0.5 (eth0), 10.9.0.5 (ib0), 10.9.0.6 (ib0):"),
-        ("0.0.0.0/0", "4 inside: 172.17.0.1 (docker0),"),
-    ],
+@cases(
+    "network, got",
+    ("192.168.0.0/16", "none inside, of 172.17.0.1 (docker0), 10.0.0.5 (eth0), 10.9.0.5 (ib0), 10.9.0.6 (ib0), 12"),
+    ("10.9.0.0/16", "2 inside: 10.9.0.5 (ib0), 10.9.0.6 (ib0):"),
+    ("10.0.0.0/8", "3 inside: 10.0.0.5 (eth0), 10.9.0.5 (ib0), 10.9.0.6 (ib0):"),
+    ("0.0.0.0/0", "4 inside: 172.17.0.1 (docker0),"),
 )
 def test_no_address_inside_or_several_are_named(network: str, got: str, monkeypatch) -> None:
     monkeypatch.setattr(endpoints, "own_addresses", lambda: MACHINE)
@@ -96,9 +93,7 @@ def test_an_address_outside_the_network_is_refused() -> None:
             check_reach(outside, setting="broker.address", network=network)
 
 
-def test_servers_take_the_ports_of_the_range_one_after_the_other_and_keep_them(
-    tmp_path: Path, ports: str, servers: list[ZmqServerChannel]
-) -> None:
+def test_servers_take_the_ports_of_the_range_one_after_the_other_and_keep_them(tmp_path, ports, servers) -> None:
     cluster = ClusterConfig(interface=LOOPBACK, ports=ports)
     servers += [listen(f"ipc://{tmp_path}/{number}.sock", keys=KEYS, cluster=cluster) for number in range(3)]
     assert [port_of(server) for server in servers] == list(cluster.port_range)
@@ -107,9 +102,7 @@ def test_servers_take_the_ports_of_the_range_one_after_the_other_and_keep_them(
     assert not (tmp_path / "last.sock").exists()
 
 
-def test_a_server_that_is_started_again_takes_the_port_it_had(
-    tmp_path: Path, ports: str, servers: list[ZmqServerChannel]
-) -> None:
+def test_a_server_that_is_started_again_takes_the_port_it_had(tmp_path, ports, servers) -> None:
     cluster = ClusterConfig(interface=LOOPBACK, ports=ports)
     previous = f"tcp://127.0.0.1:{cluster.port_range[-1]}"
     servers.append(listen(f"ipc://{tmp_path}/a.sock", keys=KEYS, cluster=cluster, previous=previous))
@@ -121,9 +114,7 @@ def test_a_server_that_is_started_again_takes_the_port_it_had(
     assert port_of(servers[-1]) == cluster.port_range[1]
 
 
-def test_both_endpoints_hear_the_runs_own_and_the_port_refuses_strangers(
-    tmp_path: Path, ports: str, servers: list[ZmqServerChannel]
-) -> None:
+def test_both_endpoints_hear_the_runs_own_and_the_port_refuses_strangers(tmp_path, ports, servers) -> None:
     socket_path = f"ipc://{tmp_path}/broker.sock"
     servers.append(listen(socket_path, keys=KEYS, cluster=ClusterConfig(interface=LOOPBACK, ports=ports)))
     for address in (socket_path, servers[0].address):

@@ -22,6 +22,7 @@ from slipstream.broker.weights import buckets, checkpoint_names, shared_buckets
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.broker.weights.shared_buckets import BucketMaps, SharedBuckets, free_memory_bytes, map_buckets
 from slipstream.broker.weights.transport import MemoryReceiver, MemorySender, MemoryWeights
+from tests.cases import cases
 from tests.families import FAMILIES, make_family, make_family_module
 from tests.tiny_model import make_tiny_module
 from tests.unit.broker.weight_versions import announce, pack
@@ -52,9 +53,7 @@ SHAPES = st.lists(st.integers(0, 7), max_size=3)
     specs=st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=12),
     bucket_bytes=st.sampled_from([64, 200, 1024, 1 << 20]),
 )
-def test_tensors_are_unpacked_as_they_were_packed(
-    specs: list[tuple[list[int], torch.dtype]], bucket_bytes: int
-) -> None:
+def test_tensors_are_unpacked_as_they_were_packed(specs, bucket_bytes) -> None:
     tensors = [(f"t{i}", make_tensor(shape, dtype, seed=i)) for i, (shape, dtype) in enumerate(specs)]
     slots, sizes = layout(tensors, bucket_bytes=bucket_bytes)
     packed = pack(tensors, slots, sizes)
@@ -121,14 +120,12 @@ def test_buckets_are_overwritten_in_any_order_and_one_flipped_bit_changes_a_chec
     assert buckets.checksums([torch.zeros(0, dtype=torch.uint8)]) == [0x2D06800538D394C2]
 
 
-@pytest.mark.parametrize(
-    ("given_tensors", "message"),
-    [
-        ([("w", torch.ones(3))], "every planned tensor must be packed: v not given"),
-        ([("w", torch.ones(4)), ("v", torch.ones(1))], r"tensor w must match the plan, which has shape \[3\]"),
-        ([("u", torch.ones(3))], r"tensor u must match the plan, which has no further slot"),
-        ([("w", torch.ones(3)), ("w", torch.ones(3))], r"tensor w must match the plan, which has no further slot"),
-    ],
+@cases(
+    "given_tensors, message",
+    ([("w", torch.ones(3))], "every planned tensor must be packed: v not given"),
+    ([("w", torch.ones(4)), ("v", torch.ones(1))], r"tensor w must match the plan, which has shape \[3\]"),
+    ([("u", torch.ones(3))], r"tensor u must match the plan, which has no further slot"),
+    ([("w", torch.ones(3)), ("w", torch.ones(3))], r"tensor w must match the plan, which has no further slot"),
 )
 def test_tensors_that_do_not_match_the_plan_are_refused(given_tensors: list[tuple[str, Tensor]], message: str) -> None:
     slots, sizes = layout([("w", torch.ones(3)), ("v", torch.ones(1))], bucket_bytes=1024)
@@ -136,19 +133,17 @@ def test_tensors_that_do_not_match_the_plan_are_refused(given_tensors: list[tupl
         pack(given_tensors, slots, sizes)
 
 
-@pytest.mark.parametrize(
+@cases(
     "slot",
-    [
-        TensorSlot("w", [5], "float32", 0, 0),
-        TensorSlot("w", [1], "float32", 0, 64),
-        TensorSlot("w", [1], "float32", 1, 0),
-        TensorSlot("w", [1], "float32", -1, 0),
-        TensorSlot("w", [1], "float32", 0, -64),
-        TensorSlot("w", [1], "float32", 0, 4),
-        TensorSlot("w", [-1], "float32", 0, 0),
-        TensorSlot("w", [1], "load", 0, 0),
-        TensorSlot("w", [1], "nonsense", 0, 0),
-    ],
+    TensorSlot("w", [5], "float32", 0, 0),
+    TensorSlot("w", [1], "float32", 0, 64),
+    TensorSlot("w", [1], "float32", 1, 0),
+    TensorSlot("w", [1], "float32", -1, 0),
+    TensorSlot("w", [1], "float32", 0, -64),
+    TensorSlot("w", [1], "float32", 0, 4),
+    TensorSlot("w", [-1], "float32", 0, 0),
+    TensorSlot("w", [1], "load", 0, 0),
+    TensorSlot("w", [1], "nonsense", 0, 0),
 )
 def test_a_slot_from_the_wire_cannot_reach_outside_its_bucket(slot: TensorSlot) -> None:
     with pytest.raises(WeightTransferError, match="tensor w must"):
@@ -254,19 +249,17 @@ def mount(tmp_path: Path) -> Path:
 ANY_GROUP = "4:memory:/docker/1f"
 
 
-@pytest.mark.parametrize(
-    ("lines", "free_mib", "groups"),
-    [
-        (["0::/"], 40, {".": (V2, 100, 60, 0)}),
-        # The page cache counts as free, and usage above the limit leaves nothing.
-        (["0::/"], 60, {".": (V2, 100, 60, 10)}),
-        (["0::/"], 0, {".": (V2, 1, 2, 0)}),
-        # The tightest of nested groups counts, and no other one.
-        (["0::/jobs/mine"], 30, {"jobs": (V2, 50, 20, 0), "jobs/mine": (V2, 999, 10, 0), "jobs/others": (V2, 1, 0, 0)}),
-        (["5:cpu,cpuacct:/docker/1f", ANY_GROUP, "0::/"], 20, {"memory/docker/1f": (V1, 80, 70, 5)}),
-        # A path of the host falls back to the limit of the mount.
-        ([ANY_GROUP], 10, {"memory": (V1, 80, 70, 0)}),
-    ],
+@cases(
+    "lines, free_mib, groups",
+    (["0::/"], 40, {".": (V2, 100, 60, 0)}),
+    # The page cache counts as free, and usage above the limit leaves nothing.
+    (["0::/"], 60, {".": (V2, 100, 60, 10)}),
+    (["0::/"], 0, {".": (V2, 1, 2, 0)}),
+    # The tightest of nested groups counts, and no other one.
+    (["0::/jobs/mine"], 30, {"jobs": (V2, 50, 20, 0), "jobs/mine": (V2, 999, 10, 0), "jobs/others": (V2, 1, 0, 0)}),
+    (["5:cpu,cpuacct:/docker/1f", ANY_GROUP, "0::/"], 20, {"memory/docker/1f": (V1, 80, 70, 5)}),
+    # A path of the host falls back to the limit of the mount.
+    ([ANY_GROUP], 10, {"memory": (V1, 80, 70, 0)}),
 )
 def test_the_free_memory_is_what_the_limits_leave(mount: Path, lines: list[str], free_mib: int, groups: dict):
     for name, (names, allowed, used, cache) in groups.items():
@@ -275,9 +268,7 @@ def test_the_free_memory_is_what_the_limits_leave(mount: Path, lines: list[str],
 
 
 @pytest.mark.parametrize("lines", [[], ["0::/gone"], ["4:memory:/gone", "0::/"]])
-def test_without_a_limit_the_memory_of_the_machine_counts(
-    mount: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_without_a_limit_the_memory_of_the_machine_counts(mount, lines, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 123 * MIB}))
     assert free(mount, *lines) == 123 * MIB
     limit(mount, V2, allowed="max", used=1)

@@ -21,6 +21,7 @@ from slipstream.broker.weights import delta
 from slipstream.broker.weights.delta import Delta
 from slipstream.broker.weights.host_weights import HostWeights, digest
 from slipstream.broker.weights.snapshots import Manifest, SnapshotStore
+from tests.cases import cases
 from tests.unit.broker.weight_versions import BUCKET_BYTES, make_version
 
 NAMES = [f"bucket-000{index}.bin" for index in range(3)]
@@ -304,17 +305,15 @@ def test_a_flipped_bit_and_bytes_that_are_not_zstd_are_refused_before_anything_c
         delta.apply(forged, noise, onto=base)
 
 
-@pytest.mark.parametrize(
+@cases(
     "changes",
-    [
-        {"blocks": []},
-        {"blocks": [delta.Block(2**40, 10, 0)]},
-        {"blocks": [delta.Block(1, 2**40, 0)]},
-        {"blocks": [delta.Block(3, 3, 0)]},
-        {"blocks": [delta.Block(41, 41, 0)]},
-        {"width": 3},
-        {"width": 8},
-    ],
+    {"blocks": []},
+    {"blocks": [delta.Block(2**40, 10, 0)]},
+    {"blocks": [delta.Block(1, 2**40, 0)]},
+    {"blocks": [delta.Block(3, 3, 0)]},
+    {"blocks": [delta.Block(41, 41, 0)]},
+    {"width": 3},
+    {"width": 8},
 )
 def test_an_inconsistent_delta_is_refused(changes: dict[str, Any]) -> None:
     base, entry, payload = make_small_delta()

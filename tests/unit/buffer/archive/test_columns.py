@@ -24,6 +24,7 @@ from slipstream.buffer.records import StoredGroup
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Media, Reward, Sampling, Trajectory, VersionSpan
 from slipstream.configs.base import ConfigError
 from tests.builders import make_finished, make_trajectory, write_archive
+from tests.cases import cases
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
@@ -117,22 +118,17 @@ def test_rows_in_the_middle_of_a_batch_are_read_and_hold_the_outcome_and_columns
     assert row["token_ids"] == list(range(12))
 
 
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ({"sampling": Sampling(1.0, 1.0, -1, 6, 2**63)}, (RecordRefusedError, OverflowError, pa.ArrowException)),
-        ({"version_spans": []}, RecordRefusedError),
-    ],
+@cases(
+    "fields, error",
+    ({"sampling": Sampling(1.0, 1.0, -1, 6, 2**63)}, (RecordRefusedError, OverflowError, pa.ArrowException)),
+    ({"version_spans": []}, RecordRefusedError),
 )
 def test_values_that_no_column_can_hold_are_refused(fields: dict[str, Any], error: Any) -> None:
     with pytest.raises(error):
         to_table([make_finished(**fields)], archived_at=7.0)
 
 
-@pytest.mark.parametrize(
-    ("key", "newest"),
-    [(b"slipstream.archive_schema", ARCHIVE_SCHEMA), (b"slipstream.trajectory_schema", SCHEMA_VERSION)],
-)
+@cases("key, newest", (b"slipstream.archive_schema", ARCHIVE_SCHEMA), (b"slipstream.trajectory_schema", SCHEMA_VERSION))
 def test_a_newer_schema_is_refused_by_name(key: bytes, newest: int) -> None:
     newer = SCHEMA.with_metadata(dict(SCHEMA.metadata) | {key: b"99"})
     complaint = f"must have {key.decode()} <= {newest}, got 99: read it with the Slipstream that wrote it"
@@ -161,35 +157,33 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Archive:
     return Archive(write_archive(tmp_path_factory.mktemp("filter"), GROUPS))
 
 
-@pytest.mark.parametrize(
-    ("fields", "wanted"),
-    [
-        ({}, "012"),
-        ({"id": "1-0-0"}, "1"),
-        ({"max_reward": 0.5}, "01"),
-        ({"min_reward": 0.1, "max_reward": 0.9}, "1"),
-        ({"min_tokens": 13}, "2"),
-        ({"max_tokens": 12}, "01"),
-        ({"version": 2}, "0"),
-        ({"version": 4}, "0"),
-        ({"step": 5}, "01"),
-        ({"min_version": 3}, "0"),
-        ({"max_version": 1}, "12"),
-        ({"min_version": 3, "max_version": 3}, ""),
-        ({"version": 4, "max_version": 3}, ""),
-        ({"min_step": 6}, "1"),
-        ({"max_step": 5}, "01"),
-        ({"min_step": 6, "max_step": 7}, ""),
-        ({"step": 8, "max_step": 7}, ""),
-        ({"group_id": "2"}, "2"),
-        ({"prompt_uid": "test/1"}, "1"),
-        ({"generator_id": "generator-0"}, "012"),
-        ({"reward_status": "timeout"}, ""),
-        ({"stop_reason": "stop", "max_reward": 0}, "0"),
-        ({"data_source": "sums"}, "1"),
-        ({"outcome": "rejected"}, "2"),
-        ({"text": "11 12"}, "2"),
-    ],
+@cases(
+    "fields, wanted",
+    ({}, "012"),
+    ({"id": "1-0-0"}, "1"),
+    ({"max_reward": 0.5}, "01"),
+    ({"min_reward": 0.1, "max_reward": 0.9}, "1"),
+    ({"min_tokens": 13}, "2"),
+    ({"max_tokens": 12}, "01"),
+    ({"version": 2}, "0"),
+    ({"version": 4}, "0"),
+    ({"step": 5}, "01"),
+    ({"min_version": 3}, "0"),
+    ({"max_version": 1}, "12"),
+    ({"min_version": 3, "max_version": 3}, ""),
+    ({"version": 4, "max_version": 3}, ""),
+    ({"min_step": 6}, "1"),
+    ({"max_step": 5}, "01"),
+    ({"min_step": 6, "max_step": 7}, ""),
+    ({"step": 8, "max_step": 7}, ""),
+    ({"group_id": "2"}, "2"),
+    ({"prompt_uid": "test/1"}, "1"),
+    ({"generator_id": "generator-0"}, "012"),
+    ({"reward_status": "timeout"}, ""),
+    ({"stop_reason": "stop", "max_reward": 0}, "0"),
+    ({"data_source": "sums"}, "1"),
+    ({"outcome": "rejected"}, "2"),
+    ({"text": "11 12"}, "2"),
 )
 def test_all_conditions_must_hold(archive: Archive, fields: dict[str, Any], wanted: str) -> None:
     found = archive.read(TrajectoryFilter(**fields), decode=decode)
@@ -227,16 +221,14 @@ def test_a_line_is_a_filter_and_back(line: str, fields: dict[str, object]) -> No
     assert format_conditions(TrajectoryFilter(step=3, version=2)) == "version=2 step=3"
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("reward", "must read NAME=VALUE"),
-        ("rewards>=1", "Did you mean reward?"),
-        ("step>=x", "must have a value that fits"),
-        ("group>=3", "group must be given with ="),
-        ("outcome=gone", "outcome must be one of open, ready"),
-        ("text='a", "must have their quotes closed"),
-    ],
+@cases(
+    "line, reason",
+    ("reward", "must read NAME=VALUE"),
+    ("rewards>=1", "Did you mean reward?"),
+    ("step>=x", "must have a value that fits"),
+    ("group>=3", "group must be given with ="),
+    ("outcome=gone", "outcome must be one of open, ready"),
+    ("text='a", "must have their quotes closed"),
 )
 def test_unreadable_input_is_reported_in_one_sentence(line: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):

@@ -16,6 +16,7 @@ import slipstream.buffer.redis
 from slipstream.buffer.redis.connection import CommandPacker, RetryPolicy, is_transient
 from slipstream.buffer.redis.scripts import load_script
 from slipstream.buffer.redis.supervisor import Fsyncer
+from tests.cases import cases
 
 
 class Server:
@@ -74,18 +75,16 @@ def test_the_reason_names_the_wait_and_connecting_within_a_command_does_not_wait
     assert copy.deepcopy(policy) is policy, "connections share it"
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (redis.ConnectionError("gone"), True),
-        (redis.BusyLoadingError("loading"), True),
-        (redis.AuthenticationError("wrong password"), False),
-        (redis.ResponseError("Error running script: -MISCONF Errors writing to the AOF file: No space left"), True),
-        (redis.ResponseError("Error running script: -OOM command not allowed when used memory > 'maxmemory'"), True),
-        (redis.ReadOnlyError("You can't write against a read only replica."), True),
-        (redis.ResponseError("NORUN"), False),
-        (ValueError("a bug"), False),
-    ],
+@cases(
+    "error, expected",
+    (redis.ConnectionError("gone"), True),
+    (redis.BusyLoadingError("loading"), True),
+    (redis.AuthenticationError("wrong password"), False),
+    (redis.ResponseError("Error running script: -MISCONF Errors writing to the AOF file: No space left"), True),
+    (redis.ResponseError("Error running script: -OOM command not allowed when used memory > 'maxmemory'"), True),
+    (redis.ReadOnlyError("You can't write against a read only replica."), True),
+    (redis.ResponseError("NORUN"), False),
+    (ValueError("a bug"), False),
 )
 def test_only_transient_errors_are_retried(error, expected):
     assert is_transient(error) is expected
@@ -124,13 +123,11 @@ def test_a_full_disk_does_not_count_and_is_named():
         policy.call_with_retry(ask, lambda error: None)
 
 
-@pytest.mark.parametrize(
+@cases(
     "command",
-    [
-        ("PING",),
-        ("SCRIPT LOAD", "return 1"),
-        ("EVALSHA", "0" * 40, 1, "{run}:", "", 1.5, -3, 1e300, "ü", b"\r\n$", b"x" * 100_000, b""),
-    ],
+    ("PING",),
+    ("SCRIPT LOAD", "return 1"),
+    ("EVALSHA", "0" * 40, 1, "{run}:", "", 1.5, -3, 1e300, "ü", b"\r\n$", b"x" * 100_000, b""),
 )
 def test_one_piece_is_the_same_as_many(command: tuple) -> None:
     many = PythonRespSerializer(6000, Encoder("utf-8", "strict", False).encode).pack(*command)

@@ -30,6 +30,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.generators.__main__ import ignored_settings, split_id
 from slipstream.runtime.credentials import TOKEN_VARIABLE
+from tests.cases import cases
 from tests.unit.slipstream.cluster import kubernetes_fields as fields
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -100,9 +101,11 @@ def with_resources(node: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["jobset", "rayjob"])
-@pytest.mark.parametrize(
-    ("overrides", "num_containers"),
-    [(["generators.count=1"], 4), (["model.path=m", "data.train=t", "data.eval=e"], 4), (SPREAD, 5)],
+@cases(
+    "overrides, num_containers",
+    (["generators.count=1"], 4),
+    (["model.path=m", "data.train=t", "data.eval=e"], 4),
+    (SPREAD, 5),
 )
 def test_a_namespace_with_a_quota_admits_every_container(kind: Kind, overrides, num_containers) -> None:
     recipe = recipe_of(kind, *overrides)
@@ -309,28 +312,24 @@ spec:
         "spec"]["template"]["spec"]["containers"]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("document", "patch", "expected"),
-    [
-        ({"a": {"b": 1, "c": 2}}, {"a": {"b": None, "d": 3}}, {"a": {"c": 2, "d": 3}}),
-        ([{"name": "x", "v": 1}], [{"name": "y"}, {"name": "x"}], [{"name": "x", "v": 1}, {"name": "y"}]),
-        ([{"name": "x", "v": 1}], [{"name": "x", "w": 2}], [{"name": "x", "v": 1, "w": 2}]),
-        ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
-        ({}, {"a": {"b": None, "c": 1}}, {"a": {"c": 1}}),
-    ],
+@cases(
+    "document, patch, expected",
+    ({"a": {"b": 1, "c": 2}}, {"a": {"b": None, "d": 3}}, {"a": {"c": 2, "d": 3}}),
+    ([{"name": "x", "v": 1}], [{"name": "y"}, {"name": "x"}], [{"name": "x", "v": 1}, {"name": "y"}]),
+    ([{"name": "x", "v": 1}], [{"name": "x", "w": 2}], [{"name": "x", "v": 1, "w": 2}]),
+    ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
+    ({}, {"a": {"b": None, "c": 1}}, {"a": {"c": 1}}),
 )
 def test_merging_follows_the_names_of_items(document: Any, patch: Any, expected: Any):
     assert merged(document, patch) == expected
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ("[1, 2", "--patch must be a readable YAML file"),
-        ("- 1", "--patch must hold mappings"),
-        ("kind: Deployment", r"a document of --patch must have the kind JobSet \| Pod, got Deployment"),
-        (None, "--patch must be a readable YAML file"),
-    ],
+@cases(
+    "content, sentence",
+    ("[1, 2", "--patch must be a readable YAML file"),
+    ("- 1", "--patch must hold mappings"),
+    ("kind: Deployment", r"a document of --patch must have the kind JobSet \| Pod, got Deployment"),
+    (None, "--patch must be a readable YAML file"),
 )
 def test_an_unfit_patch_is_refused(content: str | None, sentence: str, tmp_path: Path):
     file = tmp_path / "patch.yaml"
@@ -340,14 +339,12 @@ def test_an_unfit_patch_is_refused(content: str | None, sentence: str, tmp_path:
         written("jobset", "name=mine", patches=read_patches(file))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["name=1st"], "name must begin with a letter and have <= 40 characters, got '1st'"),
-        ([f"name={'n' * 41}"], "name must begin with a letter and have <= 40 characters"),
-        (["experiment=digits_serial", "name=mine"], "cluster.kind must be local with mode=serial"),
-        (["cluster.learner.memory_gib=5", "name=mine"], "cluster.learner.memory_gib must be > 5, got 5"),
-    ],
+@cases(
+    "overrides, sentence",
+    (["name=1st"], "name must begin with a letter and have <= 40 characters, got '1st'"),
+    ([f"name={'n' * 41}"], "name must begin with a letter and have <= 40 characters"),
+    (["experiment=digits_serial", "name=mine"], "cluster.kind must be local with mode=serial"),
+    (["cluster.learner.memory_gib=5", "name=mine"], "cluster.learner.memory_gib must be > 5, got 5"),
 )
 def test_a_run_that_cannot_be_placed_is_refused(overrides: list[str], sentence: str):
     with pytest.raises(ConfigError, match=sentence):
@@ -451,13 +448,11 @@ def test_the_roles_get_the_settings_of_the_run_and_go_on_where_they_were():
     assert "resume=true" in variable(script(*JOB, "resume=true"), "settings")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        ([], r"^cluster\.interface must name the network that the machines share"),
-        ([*JOB, "learner.num_ranks=15"], r"^cluster\.learner\.machines must divide learner\.num_ranks \(15\), got"),
-        ([*JOB, "cluster.trusted_network=false"], r"^cluster\.trusted_network must be true with cluster\.learner"),
-    ],
+@cases(
+    "overrides, sentence",
+    ([], r"^cluster\.interface must name the network that the machines share"),
+    ([*JOB, "learner.num_ranks=15"], r"^cluster\.learner\.machines must divide learner\.num_ranks \(15\), got"),
+    ([*JOB, "cluster.trusted_network=false"], r"^cluster\.trusted_network must be true with cluster\.learner"),
 )
 def test_a_job_whose_roles_could_not_meet_is_refused(overrides: list[str], sentence: str):
     with pytest.raises(ConfigError, match=sentence):

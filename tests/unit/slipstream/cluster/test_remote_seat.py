@@ -14,6 +14,7 @@ from slipstream.cluster.role_process import RoleDiedError, RoleProcess
 from slipstream.cluster.seat import SpreadSeat
 from slipstream.configs.base import ConfigError
 from slipstream.configs.cluster import SeatConfig
+from tests.cases import cases
 
 LOST, REFUSED = -9, 2
 NEEDS = SeatConfig(cpus=4, labels={"accelerator": "H100"})
@@ -257,10 +258,7 @@ def test_each_part_has_its_number_and_all_meet_on_the_first_and_hear_of_the_end(
     assert all(part.asked[2:] == ["terminate", "stop"] for part in spread.parts)
 
 
-@pytest.mark.parametrize(
-    ("codes", "code"),
-    [((0, 0, 0), 0), ((None, -9, None), -9), ((75, 2, None), 2), ((75, 0, 75), 75), ((0, 0, None), 0)],
-)
+@cases("codes, code", ((0, 0, 0), 0), ((None, -9, None), -9), ((75, 2, None), 2), ((75, 0, 75), 75), ((0, 0, None), 0))
 def test_when_a_part_has_ended_the_others_do_and_a_verdict_outweighs_their_loss(spread, codes, code):
     spread.end(*codes)
     if None in codes:

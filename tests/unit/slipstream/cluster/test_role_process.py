@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cluster.role_process import Restart, RoleDiedError, RoleProcess
+from tests.cases import cases
 from tests.runs import until
 
 ENDS_WITH = """
@@ -48,18 +49,16 @@ def fate(folder: Path, end: str, restart: Restart) -> str:
     return messages[0] if messages else "finished" * role.has_finished
 
 
-@pytest.mark.parametrize(
-    ("end", "restart", "report"),
-    [
-        ("kill", "on_death", "restarting in 1 s"),
-        ("1", "on_death", "restarting in 1 s"),
-        ("75", "on_death", "restarting in 1 s"),
-        ("130", "on_death", "restarting in 1 s"),
-        ("0", "always", "restarting in 1 s"),
-        # A library that aborts while a role ends does not hide the error.
-        ("abort", "on_death", "died (signal SIGABRT); the disk is gone; restarting in 1 s"),
-        ("0", "on_death", "finished"),
-    ],
+@cases(
+    "end, restart, report",
+    ("kill", "on_death", "restarting in 1 s"),
+    ("1", "on_death", "restarting in 1 s"),
+    ("75", "on_death", "restarting in 1 s"),
+    ("130", "on_death", "restarting in 1 s"),
+    ("0", "always", "restarting in 1 s"),
+    # A library that aborts while a role ends does not hide the error.
+    ("abort", "on_death", "died (signal SIGABRT); the disk is gone; restarting in 1 s"),
+    ("0", "on_death", "finished"),
 )
 def test_a_death_that_a_restart_may_cure_leads_to_one(folder: Path, end: str, restart: Restart, report: str):
     assert report in fate(folder, end, restart)

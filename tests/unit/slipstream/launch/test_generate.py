@@ -27,6 +27,7 @@ from slipstream.launch.evaluate import evaluate, score_files, tables
 from slipstream.launch.generate import generate
 from slipstream.runtime.command_line import make_console
 from tests.builders import make_run
+from tests.cases import cases
 from tests.tiny_model import make_tiny_model
 
 
@@ -183,14 +184,12 @@ def write_responses(path: Path, *, as_list: bool = True, column: str = "response
     return path
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        ("r.jsonl", {}),
-        ("r.parquet", {}),
-        ("r.jsonl", {"as_list": False, "column": "response"}),
-        ("r.jsonl", {"column": "written"}),
-    ],
+@cases(
+    "name, form",
+    ("r.jsonl", {}),
+    ("r.parquet", {}),
+    ("r.jsonl", {"as_list": False, "column": "response"}),
+    ("r.jsonl", {"column": "written"}),
 )
 def test_existing_responses_are_scored_without_a_model(tmp_path: Path, capsys, name: str, form: dict[str, Any]) -> None:
     file = write_responses(tmp_path / name, **form)
@@ -224,16 +223,14 @@ def test_files_of_responses_are_compared_and_a_model_counts_their_tokens(run: Ru
 PENALTY = "generators.reward.function=length_penalty"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], r"`response` or `responses` or .* must be a text or a list of texts, got only .* with data\.columns"),
-        (["data.columns.response=written"], r"`written` must be a text .* got 7 in row r/00000 of "),
-        (["data.columns.prompt=nosuch"], r"`nosuch` must be filled"),
-        (["data.columns.response=text", PENALTY], r"length_penalty needs the numbers of tokens: name the model"),
-        (["--all"], r"takes one model or run at most, no --out, and no --all, got --all\."),
-        (["a", "b"], r"takes one model or run at most, .* got a, b\."),
-    ],
+@cases(
+    "words, message",
+    ([], r"`response` or `responses` or .* must be a text or a list of texts, got only .* with data\.columns"),
+    (["data.columns.response=written"], r"`written` must be a text .* got 7 in row r/00000 of "),
+    (["data.columns.prompt=nosuch"], r"`nosuch` must be filled"),
+    (["data.columns.response=text", PENALTY], r"length_penalty needs the numbers of tokens: name the model"),
+    (["--all"], r"takes one model or run at most, no --out, and no --all, got --all\."),
+    (["a", "b"], r"takes one model or run at most, .* got a, b\."),
 )
 def test_responses_that_cannot_be_scored_are_refused_in_one_sentence(tmp_path, capsys, words, message) -> None:
     file = tmp_path / "r.jsonl"

@@ -19,6 +19,7 @@ from slipstream.learner.training.model import load_policy
 from slipstream.learner.training.step_memory import Allocations, largest_microbatch, step_bytes
 from slipstream.runtime.lora import meta_model
 from slipstream.runtime.process import GroupLimit
+from tests.cases import cases
 
 LAYERS, WIDTH, INNER, VOCABULARY = 4, 256, 512, 4096
 NUM_PARAMETERS = VOCABULARY * WIDTH + LAYERS * (2 * WIDTH**2 + 2 * WIDTH * 64 + 3 * WIDTH * INNER + 2 * WIDTH) + WIDTH
@@ -68,9 +69,7 @@ def test_states_are_those_of_the_zero_stage(model: Path) -> None:
 STATES = ("weights", "gradients", "optimizer: master weights", "optimizer: moments")
 
 
-@pytest.mark.parametrize(
-    ("stage", "ranks", "expected"), [(0, 1, 16), (1, 4, 4 + 12 / 4), (2, 4, 2 + 14 / 4), (3, 4, 4)]
-)
+@cases("stage, ranks, expected", (0, 1, 16), (1, 4, 4 + 12 / 4), (2, 4, 2 + 14 / 4), (3, 4, 4))
 def test_a_bfloat16_model_has_float32_masters_and_moments(model: Path, stage: int, ranks: int, expected: float) -> None:
     """`tests/contract/test_train_engine.py` counts the same bytes in the engines."""
     layout = (f"learner.num_ranks={ranks}", f"learner.engine.zero_stage={stage}")
@@ -130,9 +129,7 @@ def test_gradients_in_float32_take_the_place_of_activations_which_ranks_share_or
     assert gib(kept, "learner rank 0", name) - gib(moved, "learner rank 0", name) == pytest.approx(inputs)
 
 
-@pytest.mark.parametrize(
-    ("name", "embeddings", "hidden"), [("adamw", 2, 2), ("muon", 2, 1), ("adamw_8bit", 0.508, 0.508)]
-)
+@cases("name, embeddings, hidden", ("adamw", 2, 2), ("muon", 2, 1), ("adamw_8bit", 0.508, 0.508))
 def test_moments_are_those_of_the_optimizer(model: Path, name: str, embeddings: float, hidden: float) -> None:
     plan = plan_of(model, f"learner.optimizer.name={name}")
     expected = (embeddings * VOCABULARY * WIDTH + hidden * (NUM_ELEMENTS - VOCABULARY * WIDTH)) * 4 / GIB
@@ -314,15 +311,13 @@ def save_published(run: RunConfig, folder: Path) -> None:
     kind(**sizes, architectures=[kind.__name__.replace("Config", task)]).save_pretrained(folder)
 
 
-@pytest.mark.parametrize(
+@cases(
     # Parameters as the model cards of the hub count them; seconds by hand from docs/memory.md.
-    ("preset", "parameters", "ranks", "generators", "workers", "is_staged", "seconds"),
-    [
-        ("gsm8k_1gpu", 1_543_714_304, 1, 1, 1, True, (0.00247, 0.714, 0.0695)),
-        ("gsm8k_8gpu", 7_615_616_512, 4, 2, 2, True, (0.0122, 3.36, 0.171)),
-        ("gsm8k_32b_8gpu", 32_763_876_352, 6, 1, 2, False, (1.31, 14.4, 0.74)),
-        ("gsm8k_moe_8gpu", 30_532_122_624, 6, 1, 2, False, (1.22, 13.4, 0.69)),
-    ],
+    "preset, parameters, ranks, generators, workers, is_staged, seconds",
+    ("gsm8k_1gpu", 1_543_714_304, 1, 1, 1, True, (0.00247, 0.714, 0.0695)),
+    ("gsm8k_8gpu", 7_615_616_512, 4, 2, 2, True, (0.0122, 3.36, 0.171)),
+    ("gsm8k_32b_8gpu", 32_763_876_352, 6, 1, 2, False, (1.31, 14.4, 0.74)),
+    ("gsm8k_moe_8gpu", 30_532_122_624, 6, 1, 2, False, (1.22, 13.4, 0.69)),
 )
 def test_host_memory_and_updates_are_those_of_hand_arithmetic(
     preset, parameters, ranks, generators, workers, is_staged, seconds, tmp_path, monkeypatch
@@ -368,16 +363,14 @@ def test_only_generators_that_fetch_hold_a_version_and_an_engine_on_a_cpu_pauses
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("preset", "gpus", "num_billions"),
-    [
-        ("gsm8k_lora_1gpu", 1, 7.62),
-        *(pytest.param(f"{name}_1gpu", 1, 1.54, marks=LONG) for name in SMALL),
-        ("geometry_1gpu", 1, 3.75),
-        pytest.param("gsm8k_8gpu", 8, 7.62, marks=LONG),
-        ("gsm8k_32b_8gpu", 8, 32.8),
-        ("gsm8k_moe_8gpu", 8, 30.5),
-    ],
+@cases(
+    "preset, gpus, num_billions",
+    ("gsm8k_lora_1gpu", 1, 7.62),
+    *(pytest.param(f"{name}_1gpu", 1, 1.54, marks=LONG) for name in SMALL),
+    ("geometry_1gpu", 1, 3.75),
+    pytest.param("gsm8k_8gpu", 8, 7.62, marks=LONG),
+    ("gsm8k_32b_8gpu", 8, 32.8),
+    ("gsm8k_moe_8gpu", 8, 30.5),
 )
 def test_a_preset_fits_the_gpus_it_is_for(preset, gpus, num_billions, tmp_path, monkeypatch):
     chosen = [f"experiment={preset}"]

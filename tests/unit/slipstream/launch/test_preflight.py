@@ -12,6 +12,7 @@ from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.launch.preflight import check_surroundings, describe_doubts, make_inputs, missing_steps, prepare
 from slipstream.scripts.make_digits_data import make_row, write_pair
+from tests.cases import cases
 from tests.tiny_model import make_tiny_model
 
 PROGRAMS = {
@@ -46,13 +47,11 @@ def test_missing_products_are_made_in_order_and_existing_ones_are_kept(tmp_path,
     assert (prepare(run), first.read_text()) == (0, "mine")
 
 
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [
-        ("breaker", r"prepare step `python -m breaker .*a made` .* failed with exit code 3"),
-        ("lacking", "failed with exit code 2; its own message is above"),
-        ("idler", r"must create .*/a, but did not"),
-    ],
+@cases(
+    "module, words",
+    ("breaker", r"prepare step `python -m breaker .*a made` .* failed with exit code 3"),
+    ("lacking", "failed with exit code 2; its own message is above"),
+    ("idler", r"must create .*/a, but did not"),
 )
 def test_a_failing_step_is_named_and_ends_it(module, words, tmp_path, capfd):
     with pytest.raises(ConfigError, match=words):
@@ -114,17 +113,15 @@ def change_config(folder: Path, **values: object) -> None:
 INDEX = '{"weight_map": {"a": "b.safetensors"}}'
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda model: None, ""),
-        (lambda model: change_config(model, model_type="qwen3_vl"), r"must be a text model or .*, a qwen3_vl: "),
-        (lambda model: change_config(model, model_type="qwen2_5_vl"), ""),
-        (lambda model: change_config(model, max_position_embeddings=31), r"max_length must be <= .* \(31\), got 32"),
-        (lambda model: change_config(model, max_position_embeddings=8, rope_scaling={"factor": 4.0}), ""),
-        (lambda model: (model / "tokenizer.json").write_text("{"), "its tokenizer.json is damaged"),
-        (lambda model: (model / "model.safetensors.index.json").write_text(INDEX), "b.safetensors is missing"),
-    ],
+@cases(
+    "spoil, words",
+    (lambda model: None, ""),
+    (lambda model: change_config(model, model_type="qwen3_vl"), r"must be a text model or .*, a qwen3_vl: "),
+    (lambda model: change_config(model, model_type="qwen2_5_vl"), ""),
+    (lambda model: change_config(model, max_position_embeddings=31), r"max_length must be <= .* \(31\), got 32"),
+    (lambda model: change_config(model, max_position_embeddings=8, rope_scaling={"factor": 4.0}), ""),
+    (lambda model: (model / "tokenizer.json").write_text("{"), "its tokenizer.json is damaged"),
+    (lambda model: (model / "model.safetensors.index.json").write_text(INDEX), "b.safetensors is missing"),
 )
 def test_a_model_that_cannot_be_trained_is_refused_before_the_start(tmp_path: Path, spoil, words: str) -> None:
     run = own_run(tmp_path)
@@ -138,15 +135,13 @@ NAMED = '{"prompt": "1+1=", "answer": "2", "agent_name": "tool_agent"}\n'
 TOOLS = "generators.agents={calculating: {kind: tools, tools: [calculator], tool_call_format: react}}"
 
 
-@pytest.mark.parametrize(
-    ("split", "row", "overrides", "words"),
-    [
-        ("train", MESSAGES, [], r"template, because row train/00000 of .*train\.jsonl is a list .* set model\.chat_t"),
-        ("heldout", MESSAGES, [], r"template, because row heldout/00000 of .*heldout\.jsonl is a list"),
-        ("heldout", MESSAGES, ["model.chat_template={folder}/template"], ""),
-        ("heldout", NAMED, [], r"row heldout/00000 of .*heldout\.jsonl names the agent 'tool_agent', .* got none: add"),
-        ("train", NAMED, [TOOLS], ""),
-    ],
+@cases(
+    "split, row, overrides, words",
+    ("train", MESSAGES, [], r"template, because row train/00000 of .*train\.jsonl is a list .* set model\.chat_t"),
+    ("heldout", MESSAGES, [], r"template, because row heldout/00000 of .*heldout\.jsonl is a list"),
+    ("heldout", MESSAGES, ["model.chat_template={folder}/template"], ""),
+    ("heldout", NAMED, [], r"row heldout/00000 of .*heldout\.jsonl names the agent 'tool_agent', .* got none: add"),
+    ("train", NAMED, [TOOLS], ""),
 )
 def test_a_prompt_that_would_always_fail_is_refused_before_the_start(tmp_path, split, row, overrides, words):
     run = own_run(tmp_path, *(each.format(folder=tmp_path) if "folder" in each else each for each in overrides))
@@ -166,15 +161,13 @@ def test_prompts_that_are_trained_on_are_not_held_out(tmp_path: Path) -> None:
     make_inputs(own_run(tmp_path, heldout, "mode=evaluate"))
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("learner.optimizer.learning_rate=100", "is 100, and the model will probably diverge: 1e-7 to 1e-5 is typical"),
-        ("learner.optimizer.learning_rate=1e-12", "probably barely change"),
-        ("learner.prompts_per_step=8", "is 8, but there are only 2 training prompts: every step .* about 4 times"),
-        ("generators.count=0", r"start a generator: `python -m slipstream\.generators name=run`"),
-        ("seed=1", ""),
-    ],
+@cases(
+    "override, words",
+    ("learner.optimizer.learning_rate=100", "is 100, and the model will probably diverge: 1e-7 to 1e-5 is typical"),
+    ("learner.optimizer.learning_rate=1e-12", "probably barely change"),
+    ("learner.prompts_per_step=8", "is 8, but there are only 2 training prompts: every step .* about 4 times"),
+    ("generators.count=0", r"start a generator: `python -m slipstream\.generators name=run`"),
+    ("seed=1", ""),
 )
 def test_a_doubtful_setting_is_noted(tmp_path, capsys, override, words):
     base = ["learner.prompts_per_step=2", "evaluation.num_prompts=1", "evaluation.num_final_prompts=1"]

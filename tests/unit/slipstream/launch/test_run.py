@@ -27,6 +27,7 @@ from slipstream.launch.sweep import Spread, SweptRun, combine, draw, expand, nam
 from slipstream.observe.run_status import RunStatus
 from slipstream.observe.terminal import LiveView
 from slipstream.runtime.run_folder import RunFolder, find_run
+from tests.cases import cases
 from tests.fakes import STATUS_ROW, no_file_above, status_of
 
 
@@ -47,14 +48,12 @@ def test_a_default_name_in_use_gets_the_next_number(tmp_path: Path) -> None:
         assert (run.name, arguments) == ("digits_cpu", kept), chosen
 
 
-@pytest.mark.parametrize(
-    ("given", "experiment"),
-    [
-        ([], "digits_sft"),
-        (["learner.max_steps=3"], "digits_sft"),
-        (["sft.train_path=mine.parquet", "model.path=mine"], "sft"),
-        (["sft.train_path=mine.parquet", "experiment=digits_sft"], "digits_sft"),
-    ],
+@cases(
+    "given, experiment",
+    ([], "digits_sft"),
+    (["learner.max_steps=3"], "digits_sft"),
+    (["sft.train_path=mine.parquet", "model.path=mine"], "sft"),
+    (["sft.train_path=mine.parquet", "experiment=digits_sft"], "digits_sft"),
 )
 def test_sft_on_a_file_of_the_users_own_takes_nothing_from_the_default_task(given: list[str], experiment: str) -> None:
     with pytest.raises(ConfigError, match="mode must be sft, got async"):
@@ -78,16 +77,14 @@ def test_a_resumed_run_starts_from_the_overrides_that_started_it(tmp_path: Path)
     folder.unlock()
 
 
-@pytest.mark.parametrize(
-    ("steps", "changed", "expected"),
-    [
-        (3, [], "ended after 3 of 3 steps. To continue it, set learner.max_steps above 3."),
-        (2, ["learner.max_steps=1"], "ended after 2 of 1 steps. To"),
-        (2, [], "because evaluation.stop was met. To continue it, set learner.max_steps above 2 or change evaluation."),
-        (3, ["learner.max_steps=9"], ""),
-        (2, ["evaluation.stop=null"], ""),
-        (3, ["mode=evaluate"], ""),
-    ],
+@cases(
+    "steps, changed, expected",
+    (3, [], "ended after 3 of 3 steps. To continue it, set learner.max_steps above 3."),
+    (2, ["learner.max_steps=1"], "ended after 2 of 1 steps. To"),
+    (2, [], "because evaluation.stop was met. To continue it, set learner.max_steps above 2 or change evaluation."),
+    (3, ["learner.max_steps=9"], ""),
+    (2, ["evaluation.stop=null"], ""),
+    (3, ["mode=evaluate"], ""),
 )
 def test_a_finished_run_is_described(tmp_path: Path, steps: int, changed: list[str], expected: str) -> None:
     started = [f"runs_dir={tmp_path}", "name=mine", "learner.max_steps=3"]
@@ -159,49 +156,43 @@ def test_a_serial_run_leaves_no_folder_of_sockets(tmp_path: Path, monkeypatch: p
 RATE, STEPS = "learner.optimizer.learning_rate", "learner.max_steps"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "runs"),
-    [
-        (["seed=1,2", "learner.max_steps=3"], [["seed=1", "learner.max_steps=3"], ["seed=2", "learner.max_steps=3"]]),
-        (["seed=range(1,3)", "name=mine"], [["seed=1"], ["seed=2"]]),
-        (["recipe=choice(dapo,gspo)"], [["recipe=dapo"], ["recipe=gspo"]]),
-        (["seed=1,2", f"{RATE}=1e-3,3e-3"], [[f"seed={n}", f"{RATE}={r}"] for n in (1, 2) for r in (0.001, 0.003)]),
-        (["seed=3", f"{STEPS}=4,5", "seed=1,2", f"{STEPS}=6"], [["seed=1", f"{STEPS}=6"], ["seed=2", f"{STEPS}=6"]]),
-        (["data.train=[a,b],[c]"], [["data.train=[a,b]"], ["data.train=[c]"]]),
-        (["~loggers", "data.train='a b',c"], [["~loggers", "data.train='a b'"], ["~loggers", "data.train=c"]]),
-    ],
+@cases(
+    "overrides, runs",
+    (["seed=1,2", "learner.max_steps=3"], [["seed=1", "learner.max_steps=3"], ["seed=2", "learner.max_steps=3"]]),
+    (["seed=range(1,3)", "name=mine"], [["seed=1"], ["seed=2"]]),
+    (["recipe=choice(dapo,gspo)"], [["recipe=dapo"], ["recipe=gspo"]]),
+    (["seed=1,2", f"{RATE}=1e-3,3e-3"], [[f"seed={n}", f"{RATE}={r}"] for n in (1, 2) for r in (0.001, 0.003)]),
+    (["seed=3", f"{STEPS}=4,5", "seed=1,2", f"{STEPS}=6"], [["seed=1", f"{STEPS}=6"], ["seed=2", f"{STEPS}=6"]]),
+    (["data.train=[a,b],[c]"], [["data.train=[a,b]"], ["data.train=[c]"]]),
+    (["~loggers", "data.train='a b',c"], [["~loggers", "data.train='a b'"], ["~loggers", "data.train=c"]]),
 )
 def test_every_combination_is_a_run(overrides: list[str], runs: list[list[str]]) -> None:
     assert [own for _, own in expand(overrides)] == runs
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["learner.max_steps=3"], "must have a setting with several values, such as seed=1,2,3"),
-        (["name=a,b"], "name must have one value"),
-        (["recipe=glob(*)"], "must be listed, got `recipe=glob(*)`"),
-        ([f"{RATE}=interval(0,1)"], "must be listed"),
-        (["--seed=1,2"], "write seed=1,2."),
-    ],
+@cases(
+    "overrides, sentence",
+    (["learner.max_steps=3"], "must have a setting with several values, such as seed=1,2,3"),
+    (["name=a,b"], "name must have one value"),
+    (["recipe=glob(*)"], "must be listed, got `recipe=glob(*)`"),
+    ([f"{RATE}=interval(0,1)"], "must be listed"),
+    (["--seed=1,2"], "write seed=1,2."),
 )
 def test_values_that_cannot_be_swept_are_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         expand(overrides)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "names"),
-    [
-        (["seed=1,2"], ["mine-seed-1", "mine-seed-2"]),
-        (["seed=1", f"{RATE}=1e-3,3e-3"], ["mine-learning_rate-0.001", "mine-learning_rate-0.003"]),
-        (["model.path=/m/a,b/c"], ["mine-path-m_a", "mine-path-b_c"]),
-        (["data.train=a b,a_b"], ["mine-1", "mine-2"]),
-        (["data.train=[a,b],a" + 80 * "b"], ["mine-1", "mine-2"]),
-        (["algorithm.kl.coef=0,1", "algorithm.entropy.coef=2"], ["mine-coef-0", "mine-coef-1"]),
-        (["algorithm/filter=a,b", "buffer/filter=c,c"], None),
-        (["a.one=1,2", "b.one=3,4"], [f"mine-a.one-{a}-b.one-{b}" for a in (1, 2) for b in (3, 4)]),
-    ],
+@cases(
+    "overrides, names",
+    (["seed=1,2"], ["mine-seed-1", "mine-seed-2"]),
+    (["seed=1", f"{RATE}=1e-3,3e-3"], ["mine-learning_rate-0.001", "mine-learning_rate-0.003"]),
+    (["model.path=/m/a,b/c"], ["mine-path-m_a", "mine-path-b_c"]),
+    (["data.train=a b,a_b"], ["mine-1", "mine-2"]),
+    (["data.train=[a,b],a" + 80 * "b"], ["mine-1", "mine-2"]),
+    (["algorithm.kl.coef=0,1", "algorithm.entropy.coef=2"], ["mine-coef-0", "mine-coef-1"]),
+    (["algorithm/filter=a,b", "buffer/filter=c,c"], None),
+    (["a.one=1,2", "b.one=3,4"], [f"mine-a.one-{a}-b.one-{b}" for a in (1, 2) for b in (3, 4)]),
 )
 def test_runs_are_named_after_their_values_if_these_tell_them_apart(overrides, names):
     swept = expand(overrides)
@@ -321,12 +312,8 @@ def test_scale_needs_one_number(words: list[str]):
         scale(words)
 
 
-@pytest.mark.parametrize(
-    "words", [["status"], ["scale", "generators=2"], ["drain", "generator-0"], ["pause"], ["profile"]]
-)
-def test_every_command_says_that_a_run_has_ended(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+@cases("words", ["status"], ["scale", "generators=2"], ["drain", "generator-0"], ["pause"], ["profile"])
+def test_every_command_says_that_a_run_has_ended(words, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("slipstream.observe.reader.COMMAND_TIMEOUT_S", 0.05)
     folder = RunFolder(load(["name=mine", f"runs_dir={tmp_path}"]))
     folder.open()

@@ -27,6 +27,7 @@ from slipstream.launch.generator_pool import (
 from slipstream.launch.scaling import AbsenceTracker, Autoscaler, LauncherReport, Scaling
 from slipstream.observe.run_status import Monitor
 from tests.builders import make_run
+from tests.cases import cases
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
 
@@ -150,9 +151,7 @@ def test_the_autoscaler_scales_up_from_min_to_the_room_and_reports_missing_room_
     assert Scene(AutoscaleConfig(min=3), target=2).settle()[0] == ("launcher", change)
 
 
-@pytest.mark.parametrize(
-    ("states", "waits_for"), [(("ready", "starting"), "groups"), (("ready",), ""), (("ready",), "evaluation")]
-)
+@cases("states, waits_for", (("ready", "starting"), "groups"), (("ready",), ""), (("ready",), "evaluation"))
 def test_nothing_is_measured_while_a_generator_starts_or_before_the_learner_waits_for_groups(quick, states, waits_for):
     scene = Scene(AutoscaleConfig(), target=len(states))
     assert scene.watch(*states, polls=4, every_s=5, waits_for=waits_for) == []
@@ -288,25 +287,23 @@ class Measured:
         return change and (change.target, change.reason)
 
 
-@pytest.mark.parametrize(
-    ("config", "waited_s", "busy", "target", "expected"),
-    [
-        (CONFIG, 0.4, 1.0, 2, (3, WAITED.format("40%", 60))),
-        (CONFIG, 0.3, 1.0, 2, None),
-        (CONFIG, 0.0, 0.4, 2, (1, "the generators used 40% of their capacity in the last 60 s, below 50%")),
-        (CONFIG, 0.0, 0.5, 2, None),
-        (CONFIG, 0.0, None, 2, None),
-        # The remaining generators must be able to do the work.
-        (CONFIG, 0.0, 0.49, 3, (2, "the generators used 49% of their capacity in the last 60 s, below 50%")),
-        # The bounds are kept.
-        (CONFIG, 0.9, 1.0, 3, None),
-        (CONFIG, 0.0, 0.0, 1, None),
-        # Idle generators are kept while the learner waits, also at max, against oscillation.
-        (CONFIG, 0.9, 0.1, 2, (3, WAITED.format("90%", 60))),
-        (CONFIG, 0.31, 0.1, 3, None),
-        (CONFIG, 0.3, 0.1, 3, (2, "the generators used 10% of their capacity in the last 60 s, below 50%")),
-        (RAISED, 0.9, 1.0, 1, (3, "generators.autoscale.min is 3")),
-    ],
+@cases(
+    "config, waited_s, busy, target, expected",
+    (CONFIG, 0.4, 1.0, 2, (3, WAITED.format("40%", 60))),
+    (CONFIG, 0.3, 1.0, 2, None),
+    (CONFIG, 0.0, 0.4, 2, (1, "the generators used 40% of their capacity in the last 60 s, below 50%")),
+    (CONFIG, 0.0, 0.5, 2, None),
+    (CONFIG, 0.0, None, 2, None),
+    # The remaining generators must be able to do the work.
+    (CONFIG, 0.0, 0.49, 3, (2, "the generators used 49% of their capacity in the last 60 s, below 50%")),
+    # The bounds are kept.
+    (CONFIG, 0.9, 1.0, 3, None),
+    (CONFIG, 0.0, 0.0, 1, None),
+    # Idle generators are kept while the learner waits, also at max, against oscillation.
+    (CONFIG, 0.9, 0.1, 2, (3, WAITED.format("90%", 60))),
+    (CONFIG, 0.31, 0.1, 3, None),
+    (CONFIG, 0.3, 0.1, 3, (2, "the generators used 10% of their capacity in the last 60 s, below 50%")),
+    (RAISED, 0.9, 1.0, 1, (3, "generators.autoscale.min is 3")),
 )
 def test_one_generator_more_or_less_is_decided_by_the_waits_and_each_change_says_why(
     config: AutoscaleConfig, waited_s: float, busy: float | None, target: int, expected: Any
@@ -445,31 +442,27 @@ def test_the_last_generator_that_cannot_start_ends_the_run_unless_it_has_others(
 EIGHT = list("01234567")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "gpus", "placed"),
-    [
-        ([], [], {}),
-        (["experiment=gsm8k_1gpu"], ["5"], {"learner": ["5"], "generator-0": ["5"]}),
-        (["experiment=gsm8k_8gpu"], EIGHT, {"learner": EIGHT[:4], "generator-0": EIGHT[4:6], "generator-1": EIGHT[6:]}),
-        ([], ["6", "GPU-8932f937"], {"learner": ["6"], "generator-0": ["GPU-8932f937"]}),
-        # vLLM's build decides its device; a setting decides the learner's.
-        (["learner.device=cpu"], ["5"], {"learner": [], "generator-0": ["5"]}),
-        (["learner.device=cpu", "generators/engine=hf"], ["5"], {"learner": [], "generator-0": []}),
-        (["generators/engine=hf"], ["5"], {"learner": ["5"], "generator-0": ["5"]}),
-        (["generators/engine=scripted"], ["5"], {"learner": ["5"], "generator-0": []}),
-    ],
+@cases(
+    "overrides, gpus, placed",
+    ([], [], {}),
+    (["experiment=gsm8k_1gpu"], ["5"], {"learner": ["5"], "generator-0": ["5"]}),
+    (["experiment=gsm8k_8gpu"], EIGHT, {"learner": EIGHT[:4], "generator-0": EIGHT[4:6], "generator-1": EIGHT[6:]}),
+    ([], ["6", "GPU-8932f937"], {"learner": ["6"], "generator-0": ["GPU-8932f937"]}),
+    # vLLM's build decides its device; a setting decides the learner's.
+    (["learner.device=cpu"], ["5"], {"learner": [], "generator-0": ["5"]}),
+    (["learner.device=cpu", "generators/engine=hf"], ["5"], {"learner": [], "generator-0": []}),
+    (["generators/engine=hf"], ["5"], {"learner": ["5"], "generator-0": ["5"]}),
+    (["generators/engine=scripted"], ["5"], {"learner": ["5"], "generator-0": []}),
 )
 def test_each_role_gets_its_gpus_in_order_and_one_is_shared(overrides, gpus, placed):
     assert place(load(overrides), gpus=gpus) == placed
 
 
-@pytest.mark.parametrize(
-    ("overrides", "gpus", "message"),
-    [
-        (["learner.num_ranks=2"], ["5"], r"learner.num_ranks must be <= the GPUs here \(1\), got 2: each"),
-        (["generators.engine.tensor_parallel_size=2"], ["5"], r"size must be <= the GPUs here \(1\), got 2: each"),
-        (["experiment=gsm8k_8gpu"], EIGHT[:4], "got 8"),
-    ],
+@cases(
+    "overrides, gpus, message",
+    (["learner.num_ranks=2"], ["5"], r"learner.num_ranks must be <= the GPUs here \(1\), got 2: each"),
+    (["generators.engine.tensor_parallel_size=2"], ["5"], r"size must be <= the GPUs here \(1\), got 2: each"),
+    (["experiment=gsm8k_8gpu"], EIGHT[:4], "got 8"),
 )
 def test_no_two_processes_of_a_group_share_a_gpu(overrides: list[str], gpus: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
@@ -504,9 +497,12 @@ def test_the_driver_is_asked_for_the_gpus_and_their_memory(tmp_path: Path, monke
         gpu_gib("MIG-3a")
 
 
-@pytest.mark.parametrize(
-    ("value", "names"),
-    [(" 7 , GPU-8932f937 ", ["7", "GPU-8932f937"]), ("MIG-3a/1/0", ["MIG-3a/1/0"]), ("", []), ("1,-1,2", ["1"])],
+@cases(
+    "value, names",
+    (" 7 , GPU-8932f937 ", ["7", "GPU-8932f937"]),
+    ("MIG-3a/1/0", ["MIG-3a/1/0"]),
+    ("", []),
+    ("1,-1,2", ["1"]),
 )
 def test_only_gpus_visible_to_the_launcher_are_assigned(value: str, names: list[str]):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}, torch_version="2.13.0+cu130") == names

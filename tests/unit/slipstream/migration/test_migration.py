@@ -15,6 +15,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.configs.schema import groups, peer_names, settings
 from slipstream.migration.command import TRAINERS, import_settings
 from slipstream.migration.translation import Imported, format_value
+from tests.cases import cases
 from tests.machines import needs_bubblewrap
 from tests.shape.tree import text
 
@@ -167,17 +168,15 @@ def test_the_losses_and_weights_of_trl(tmp_path: Path) -> None:
     assert (run.staleness.max_lag, run.weights.publish_every_steps) == (4, 2)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "text", "reason"),
-    [
-        ("verl", "a: 1", "FILE must hold settings of verl"),
-        ("trl", "a: 1", "FILE must hold settings of TRL's GRPO"),
-        ("verl", "", "it must be a record of settings"),
-        ("verl", "a: [", "FILE must be YAML, TOML, JSON, or a shell script"),
-        ("trl", "num_generations: 3", "num_generations must divide"),
-        ("verl", "trainer.nnodes: $N\nactor_rollout_ref.rollout.n: 4", "f.yaml with trainer.nnodes=$N: replace"),
-        ("trl", "num_generations: 8\nbeta: little", "f.yaml with '>' not supported between"),
-    ],
+@cases(
+    "trainer, text, reason",
+    ("verl", "a: 1", "FILE must hold settings of verl"),
+    ("trl", "a: 1", "FILE must hold settings of TRL's GRPO"),
+    ("verl", "", "it must be a record of settings"),
+    ("verl", "a: [", "FILE must be YAML, TOML, JSON, or a shell script"),
+    ("trl", "num_generations: 3", "num_generations must divide"),
+    ("verl", "trainer.nnodes: $N\nactor_rollout_ref.rollout.n: 4", "f.yaml with trainer.nnodes=$N: replace"),
+    ("trl", "num_generations: 8\nbeta: little", "f.yaml with '>' not supported between"),
 )
 def test_what_is_no_file_of_settings_is_refused(tmp_path: Path, trainer: str, text: str, reason: str) -> None:
     (tmp_path / "f.yaml").write_text(text)
@@ -357,19 +356,17 @@ def test_a_setting_of_another_trainer_becomes_ours(tmp_path: Path, trainer: str,
     assert ours in imported(tmp_path, trainer, needed + given, name="f.yaml").overrides
 
 
-@pytest.mark.parametrize(
-    ("trainer", "given", "ours"),
-    [
-        ("trl", "optim: adamw_torch_fused", None),
-        ("trl", "optim: paged_adamw_8bit", "adamw_8bit"),
-        ("trl", "optim: lion_32bit", ""),
-        ("verl", "actor_rollout_ref.actor.optim.optimizer: AdamW8bit", "adamw_8bit"),
-        ("verl", "actor_rollout_ref.actor: {optim.optimizer: adam, fsdp_config.optimizer_offload: true}", None),
-        ("verl", "actor_rollout_ref.actor: {optim.optimizer: dist_muon, fsdp_config.optimizer_offload: true}", "muon"),
-        ("openrlhf", "actor.optim: muon", "muon"),
-        ("prime-rl", "trainer.optim.type: muon", "muon"),
-        ("prime-rl", "trainer.optim.type: sgd", ""),
-    ],
+@cases(
+    "trainer, given, ours",
+    ("trl", "optim: adamw_torch_fused", None),
+    ("trl", "optim: paged_adamw_8bit", "adamw_8bit"),
+    ("trl", "optim: lion_32bit", ""),
+    ("verl", "actor_rollout_ref.actor.optim.optimizer: AdamW8bit", "adamw_8bit"),
+    ("verl", "actor_rollout_ref.actor: {optim.optimizer: adam, fsdp_config.optimizer_offload: true}", None),
+    ("verl", "actor_rollout_ref.actor: {optim.optimizer: dist_muon, fsdp_config.optimizer_offload: true}", "muon"),
+    ("openrlhf", "actor.optim: muon", "muon"),
+    ("prime-rl", "trainer.optim.type: muon", "muon"),
+    ("prime-rl", "trainer.optim.type: sgd", ""),
 )
 def test_the_optimizer_of_another_trainer_becomes_ours(tmp_path: Path, trainer: str, given: str, ours: str | None):
     needed = NEEDED.get(trainer, "algorithm: {adv_estimator: grpo}\nactor_rollout_ref.rollout.n: 4\n")
@@ -455,13 +452,11 @@ def test_missing_settings_have_the_defaults_of_the_trainer(tmp_path: Path, train
     assert {key: ours[key] for key in DEFAULTS[trainer]} == DEFAULTS[trainer]
 
 
-@pytest.mark.parametrize(
-    ("usual", "other"),
-    [
-        ("actor_rollout_ref.actor.ppo_epochs: 1", "actor_rollout_ref.actor.ppo_epochs: 2"),
-        ("data.shuffle: true", "data.shuffle: false"),
-        ("data.truncation: error", "data.truncation: left"),
-    ],
+@cases(
+    "usual, other",
+    ("actor_rollout_ref.actor.ppo_epochs: 1", "actor_rollout_ref.actor.ppo_epochs: 2"),
+    ("data.shuffle: true", "data.shuffle: false"),
+    ("data.truncation: error", "data.truncation: left"),
 )
 def test_only_a_setting_that_differs_from_its_default_is_noted(tmp_path: Path, usual: str, other: str) -> None:
     key = usual.partition(":")[0]

@@ -28,6 +28,7 @@ from slipstream.observe.metrics_rows import read_tail
 from slipstream.runtime.credentials import is_loopback
 from slipstream.runtime.run_folder import RunFolder, is_held, list_runs
 from tests.builders import make_finished, write_archive
+from tests.cases import cases
 from tests.recorded_run import append_rows, make_config, make_row, record_run
 
 TOKEN = "a-token-of-sixteen-and-more"
@@ -59,12 +60,10 @@ def test_every_page_is_the_same_shell_with_its_own_scripts_only(client, path):
     assert "style=" not in answer.text
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        *[("app.js", "import"), ("style.css", ":root"), ("vendor/uPlot.iife.min.js", "uPlot")],
-        ("vendor/uPlot.LICENSE", "MIT License"),
-    ],
+@cases(
+    "name, words",
+    *[("app.js", "import"), ("style.css", ":root"), ("vendor/uPlot.iife.min.js", "uPlot")],
+    ("vendor/uPlot.LICENSE", "MIT License"),
 )
 def test_the_files_of_the_pages_are_there_with_the_license_of_what_is_vendored(client, name, words):
     answer = client.get(f"/static/{name}")
@@ -72,13 +71,11 @@ def test_the_files_of_the_pages_are_there_with_the_license_of_what_is_vendored(c
     assert answer.headers["cache-control"] == "no-cache"
 
 
-@pytest.mark.parametrize(
+@cases(
     "path",
-    [
-        *["/runs/other", "/runs/mine/nothing", "/runs/..%2f..%2fetc", "/nothing"],
-        *["/api/nothing", "/api/runs/other/series", "/api/runs/../mine"],
-        *["/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py", "/static/nothing.js"],
-    ],
+    *["/runs/other", "/runs/mine/nothing", "/runs/..%2f..%2fetc", "/nothing"],
+    *["/api/nothing", "/api/runs/other/series", "/api/runs/../mine"],
+    *["/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py", "/static/nothing.js"],
 )
 def test_what_there_is_not_is_not_found(client, path):
     assert client.get(path).status_code == 404
@@ -157,16 +154,14 @@ def test_every_documented_metric_and_every_setting_has_its_meaning_and_the_summa
     assert client.get("/api/runs/mine/summary").json() == {}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "code"),
-    [
-        *[("scale", body, 400) for body in ({}, {"generators": -1}, {"generators": "two"}, {"generators": 2, "a": 1})],
-        ("scale", {"generators": 2}, 503),
-        ("drain", {"generator": "generator-0"}, 503),
-        ("drain", {"generator": "x" * 5000}, 413),
-        ("pause", {"off": "yes"}, 400),
-        ("pause", {"off": False}, 503),
-    ],
+@cases(
+    "path, body, code",
+    *[("scale", body, 400) for body in ({}, {"generators": -1}, {"generators": "two"}, {"generators": 2, "a": 1})],
+    ("scale", {"generators": 2}, 503),
+    ("drain", {"generator": "generator-0"}, 503),
+    ("drain", {"generator": "x" * 5000}, 413),
+    ("pause", {"off": "yes"}, 400),
+    ("pause", {"off": False}, 503),
 )
 def test_an_action_that_cannot_be_done_is_one_sentence(client, path, body, code):
     answer = act(client, f"/api/runs/mine/{path}", body)
@@ -459,17 +454,15 @@ def test_every_answer_forbids_foreign_code_frames_and_referrers(client):
     assert headers["cache-control"] == "no-store"
 
 
-@pytest.mark.parametrize(
+@cases(
     "changed",
-    [
-        {KEY_HEADER: ""},
-        {KEY_HEADER: "0" * 64},
-        {"origin": "http://evil.example"},
-        {"origin": "null"},
-        {"origin": "http://localhost:9999"},
-        {"sec-fetch-site": "cross-site"},
-        {"sec-fetch-site": "same-site"},
-    ],
+    {KEY_HEADER: ""},
+    {KEY_HEADER: "0" * 64},
+    {"origin": "http://evil.example"},
+    {"origin": "null"},
+    {"origin": "http://localhost:9999"},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site"},
 )
 def test_a_page_of_the_dashboard_may_act_and_one_of_another_site_not_although_the_browser_has_the_cookie(changed):
     client = make_guarded()
@@ -487,9 +480,7 @@ def test_a_token_of_the_users_own_is_taken_out_of_the_environment_and_else_every
     assert len(first) >= 32
 
 
-@pytest.mark.parametrize(
-    ("token", "is_open"), [("x" * 15, False), ("x" * 31, True), ("x" * 20 + " y", False), ("x" * 20 + ";", False)]
-)
+@cases("token, is_open", ("x" * 15, False), ("x" * 31, True), ("x" * 20 + " y", False), ("x" * 20 + ";", False))
 def test_a_token_that_can_be_guessed_or_is_no_cookie_is_refused_without_being_shown(monkeypatch, token, is_open):
     monkeypatch.setenv(TOKEN_VARIABLE, token)
     with pytest.raises(ConfigError, match=TOKEN_VARIABLE) as refused:
@@ -497,9 +488,14 @@ def test_a_token_that_can_be_guessed_or_is_no_cookie_is_refused_without_being_sh
     assert token not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("host", "is_private"),
-    [("127.0.0.1", True), ("127.0.0.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("node", False)],
+@cases(
+    "host, is_private",
+    ("127.0.0.1", True),
+    ("127.0.0.9", True),
+    ("::1", True),
+    ("localhost", True),
+    ("0.0.0.0", False),
+    ("node", False),
 )
 def test_loopback_addresses_are_known(host, is_private):
     assert is_loopback(host) == is_private

@@ -22,6 +22,7 @@ from slipstream.observe.slowness import PHASES, explain_slowness
 from slipstream.observe.startup import explain_start, read_stages
 from slipstream.runtime.run_folder import STAGES, RunFolder
 from tests.builders import make_finished, make_run, write_archive
+from tests.cases import cases
 from tests.memory_store.store import MemoryStore
 from tests.recorded_run import append_rows, make_row, record_run, record_step
 
@@ -37,9 +38,7 @@ def test_health_names_metrics_that_mean_the_same_together_with_the_runs_figures(
     assert any("max_lag (now 7, mean lag 1.4)" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("kind", "answer"), [("slow", "The largest part of a step"), ("reward", "The reward did not fall")]
-)
+@cases("kind, answer", ("slow", "The largest part of a step"), ("reward", "The reward did not fall"))
 def test_a_question_is_answered_from_the_folder_alone_and_says_what_is_missing(tmp_path, capsys, kind, answer):
     explain(kind, [str(record_run(tmp_path))])
     lines = capsys.readouterr().out.splitlines()
@@ -260,9 +259,10 @@ def test_steps_that_stand_out_changes_of_pace_and_what_was_generated_in_vain_are
     assert told == ["30% of the tokens left the buffer untrained (buffer/waste_fraction)"]
 
 
-@pytest.mark.parametrize(
-    ("times", "rule"),
-    [(None, "must hold the shares of the wall time"), ({"steps": "many"}, "as this version of Slipstream writes it")],
+@cases(
+    "times, rule",
+    (None, "must hold the shares of the wall time"),
+    ({"steps": "many"}, "as this version of Slipstream writes it"),
 )
 def test_rows_without_shares_or_with_those_of_another_form_are_refused(times, rule):
     with pytest.raises(ConfigError, match=rule):

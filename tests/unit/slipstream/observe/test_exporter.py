@@ -23,6 +23,7 @@ from slipstream.observe.exporter.families import FAMILIES, Context, family_of, m
 from slipstream.observe.exporter.spans import ID, read_spans, send_trace
 from slipstream.runtime.trace import MARKS, SPANS, Trace, merge
 from tests.builders import make_run
+from tests.cases import cases
 from tests.fakes import make_reports, status_of
 
 ROW = {
@@ -146,12 +147,10 @@ def test_a_port_in_use_is_one_sentence(server):
         MetricsServer("127.0.0.1", server.port, token="")
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        *[("127.0.0.1:9400", 200), ("localhost", 200), ("127.0.0.9", 200), ("[::1]:1", 200), ("[::1]", 200)],
-        *[("evil.example:{port}", 400), ("127.evil.example:{port}", 400), ("127.0.0.1.evil.example:{port}", 400)],
-    ],
+@cases(
+    "host, status",
+    *[("127.0.0.1:9400", 200), ("localhost", 200), ("127.0.0.9", 200), ("[::1]:1", 200), ("[::1]", 200)],
+    *[("evil.example:{port}", 400), ("127.evil.example:{port}", 400), ("127.0.0.1.evil.example:{port}", 400)],
 )
 def test_on_a_loopback_address_a_foreign_name_is_a_page_in_a_browser(host, status):
     server = MetricsServer("127.0.0.1", 0, token="")

@@ -31,6 +31,7 @@ from slipstream.observe.loggers.feed import SAMPLE_COLUMNS, Bookmark, Delivery, 
 from slipstream.observe.loggers.logger import Entry, LoggedRun, as_text, make_logger, numbers_of
 from slipstream.observe.reader import RunReader
 from tests.builders import make_run
+from tests.cases import cases
 from tests.contract.stores import checkpoint, claim, commit, make_ready, open_run
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
@@ -412,15 +413,13 @@ def test_a_missing_package_is_one_sentence_with_the_command(name, monkeypatch):
     assert str(refusal.value).count(". ") == 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"logging": {"backends": ["mlflow"]}}, "must name trackio, wandb, tensorboard or a class as"),
-        ({"logging": {"backends": ["nowhere:Mine"]}}, "logging.backends must name a module that can be imported"),
-        ({"logging": {"backends": ["OWN:Nine"]}}, "Did you mean 'Mine'"),
-        ({"logging": {"backends": ["OWN:Mute"]}}, "with a method log"),
-        ({"logging": {"backends": {"OWN:Mine": {"size": 1}}}}, "the arguments in logging.backends must fit"),
-    ],
+@cases(
+    "settings, sentence",
+    ({"logging": {"backends": ["mlflow"]}}, "must name trackio, wandb, tensorboard or a class as"),
+    ({"logging": {"backends": ["nowhere:Mine"]}}, "logging.backends must name a module that can be imported"),
+    ({"logging": {"backends": ["OWN:Nine"]}}, "Did you mean 'Mine'"),
+    ({"logging": {"backends": ["OWN:Mute"]}}, "with a method log"),
+    ({"logging": {"backends": {"OWN:Mine": {"size": 1}}}}, "the arguments in logging.backends must fit"),
 )
 def test_a_logger_that_cannot_work_is_refused_before_anything_starts(settings, sentence, own):
     filled = make_run(**json.loads(json.dumps(settings).replace("OWN", str(own))))

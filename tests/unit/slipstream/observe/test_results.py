@@ -12,6 +12,7 @@ from slipstream.configs.load import load
 from slipstream.observe.metrics_rows import Health, MetricsFile, MetricsTable, read_tail
 from slipstream.observe.plot import draw, plot_run, running_mean
 from slipstream.observe.results import draw_results, verdict
+from tests.cases import cases
 from tests.recorded_run import append_rows, make_row
 
 FINAL = "final evaluation on 512 prompts: accuracy"
@@ -20,14 +21,12 @@ NO_GREEDY = {"accuracy_greedy": None, "seconds_to_goal": None}
 BEST = {"checkpoint": {"step": 3}, "metric": "m", "value": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("goals", "sampled", "greedy", "expected"),
-    [
-        (GOALS, 0.91, 0.96, "learned"),
-        (GOALS, 0.91, 0.94, f"{MISSED} (eval/accuracy_greedy is 0.94, the goal at least 0.95)"),
-        ({"sampled": 0.9}, 0.91, 0.1, "learned"),
-        ({}, 0.1, 0.1, "done after 30 steps"),
-    ],
+@cases(
+    "goals, sampled, greedy, expected",
+    (GOALS, 0.91, 0.96, "learned"),
+    (GOALS, 0.91, 0.94, f"{MISSED} (eval/accuracy_greedy is 0.94, the goal at least 0.95)"),
+    ({"sampled": 0.9}, 0.91, 0.1, "learned"),
+    ({}, 0.1, 0.1, "done after 30 steps"),
 )
 def test_the_verdict_compares_the_final_evaluation_with_the_goals_and_names_it(goals, sampled, greedy, expected):
     bounds = [f"{{metric: eval/accuracy_{name}, at_least: {goal}}}" for name, goal in goals.items()]
@@ -38,13 +37,11 @@ def test_the_verdict_compares_the_final_evaluation_with_the_goals_and_names_it(g
     assert verdict(run, summary) == f"{expected}; {FINAL} {sampled:.3f} sampled, {greedy:.3f} greedy"
 
 
-@pytest.mark.parametrize(
-    ("experiment", "summary", "lines"),
-    [
-        ("digits_sft", {"steps": 9, "eval_loss": 0.5}, ["held-out loss  0.5", "steps          9"]),
-        ("digits_cpu", {"steps": 4}, ["steps  4"]),
-        ("digits_cpu", {"steps": 4, "best": BEST} | NO_GREEDY, ["steps  4", "best model: step 3, m 0.5"]),
-    ],
+@cases(
+    "experiment, summary, lines",
+    ("digits_sft", {"steps": 9, "eval_loss": 0.5}, ["held-out loss  0.5", "steps          9"]),
+    ("digits_cpu", {"steps": 4}, ["steps  4"]),
+    ("digits_cpu", {"steps": 4, "best": BEST} | NO_GREEDY, ["steps  4", "best model: step 3, m 0.5"]),
 )
 def test_the_figures_that_a_summary_has_are_shown(experiment, summary, lines):
     console = Console(width=100)
@@ -82,16 +79,14 @@ ANSWERS = {"learner/by_source/sums/length_mean": 4.0, "learner/by_source/sums/tr
 ANSWERS |= {"learner/by_source/words/length_mean": 8.0, "learner/by_source/words/trajectories": 10.0}
 
 
-@pytest.mark.parametrize(
-    ("values", "titles"),
-    [
-        ({}, ["Reward by step", "Reward by time", "Entropy", "Lag", "Mismatch", "Tokens per second"]),
-        (EVALUATED, ["Held-out", "Held-out", "Reward by step", "Entropy", "Lag", "Mismatch", "Tokens per second"]),
-        (
-            {"eval/accuracy_greedy": 0.0, "eval/reward_greedy": 0.2, "lag/max": 0} | ANSWERS,
-            ["Reward by step", "Reward by time", "Entropy", "Length of answers", "Mismatch", "Tokens per second"],
-        ),
-    ],
+@cases(
+    "values, titles",
+    ({}, ["Reward by step", "Reward by time", "Entropy", "Lag", "Mismatch", "Tokens per second"]),
+    (EVALUATED, ["Held-out", "Held-out", "Reward by step", "Entropy", "Lag", "Mismatch", "Tokens per second"]),
+    (
+        {"eval/accuracy_greedy": 0.0, "eval/reward_greedy": 0.2, "lag/max": 0} | ANSWERS,
+        ["Reward by step", "Reward by time", "Entropy", "Length of answers", "Mismatch", "Tokens per second"],
+    ),
 )
 def test_the_panels_are_those_that_the_run_measured_and_accuracies_that_stay_0_get_none(values, titles):
     rows = [{key: value for key, value in make_row(step).items() if "eval" not in key} | values for step in (1, 2)]

@@ -14,6 +14,7 @@ from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.observe.run_status import Monitor, RunStatus, Wait
 from slipstream.observe.terminal import LiveView, draw_status, sparkline
 from tests.builders import make_run, make_trajectory
+from tests.cases import cases
 from tests.fakes import STATUS_ROW, make_gauges, make_reports, status_of
 from tests.memory_store.store import MemoryStore
 from tests.unit.slipstream.observe.catalog.test_catalog import byte_tokenizer
@@ -76,12 +77,10 @@ DEFERRED = {"reason": "trajectories are deferred: store_full", "waits_for": "sto
 STORE = {"reason": "the store at x for 3 s of 60 s", "waits_for": "store"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "waits"),
-    [
-        ({"learner": {"reason": SHORT, "waits_for": "groups"}}, [("learner", "the generators")]),
-        ({"broker": DEFERRED, "learner": STORE}, [("broker", "the store"), ("learner", "the store")]),
-    ],
+@cases(
+    "changes, waits",
+    ({"learner": {"reason": SHORT, "waits_for": "groups"}}, [("learner", "the generators")]),
+    ({"broker": DEFERRED, "learner": STORE}, [("broker", "the store"), ("learner", "the store")]),
 )
 def test_roles_wait_for_what_they_report(changes, waits):
     reports = {name: (0, {"role": name, "state": "ready"} | gauges) for name, gauges in changes.items()}
@@ -207,16 +206,14 @@ def test_rows_are_new_once_even_if_the_store_has_dropped_older_ones(scene):
     assert [row["step"] for row in snapshot.rows] == list(range(4, 1004)), "as many as the store keeps"
 
 
-@pytest.mark.parametrize(
-    ("step", "unsignaled", "size", "has_answers"),
-    [
-        (1, 0.5, {"is_terminal": False}, True),
-        (2, 0.5, {"is_terminal": False}, False),
-        (2, 1.0, {"is_terminal": False}, True),
-        (3, 1.0, {"is_terminal": False}, False),
-        (11, 0.5, {"is_terminal": True, "width": 120}, True),
-        (11, 0.5, {"is_terminal": True, "width": 90}, False),
-    ],
+@cases(
+    "step, unsignaled, size, has_answers",
+    (1, 0.5, {"is_terminal": False}, True),
+    (2, 0.5, {"is_terminal": False}, False),
+    (2, 1.0, {"is_terminal": False}, True),
+    (3, 1.0, {"is_terminal": False}, False),
+    (11, 0.5, {"is_terminal": True, "width": 120}, True),
+    (11, 0.5, {"is_terminal": True, "width": 90}, False),
 )
 def test_answers_are_shown_every_ten_steps_and_at_the_start_of_a_run_without_a_signal(
     tmp_path, step, unsignaled, size, has_answers

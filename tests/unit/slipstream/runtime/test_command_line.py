@@ -12,6 +12,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.runtime.command_line import fail_cleanly, make_app, run_app, with_command
 from slipstream.runtime.import_path import find_function
 from slipstream.runtime.process import LAUNCHER_VARIABLE
+from tests.cases import cases
 
 
 class FaultError(Exception):
@@ -48,15 +49,13 @@ def test_a_restartable_error_is_exit_code_75_and_an_interrupted_command_says_so(
     assert (caught.value.code, capsys.readouterr().err.strip()) == (130, "interrupted")
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "words"),
-    [
-        (OSError(errno.EROFS, "Read-only file system", "runs/x"), 2, "runs/x must be a path that this user may read"),
-        (OSError(errno.ENOTDIR, "Not a directory", "runs/x"), 2, "got Not a directory"),
-        (OSError(errno.ENOSPC, "No space left on device", "runs/x"), 75, "runs/x must have room on its disk, got No"),
-        (OSError("ArrowIOError: No space left on device"), 75, "a file must have room on its disk, got ArrowIOError"),
-        (OSError(errno.EMFILE, "Too many open files"), 75, "got Too many open files: raise `ulimit -n`"),
-    ],
+@cases(
+    "error, code, words",
+    (OSError(errno.EROFS, "Read-only file system", "runs/x"), 2, "runs/x must be a path that this user may read"),
+    (OSError(errno.ENOTDIR, "Not a directory", "runs/x"), 2, "got Not a directory"),
+    (OSError(errno.ENOSPC, "No space left on device", "runs/x"), 75, "runs/x must have room on its disk, got No"),
+    (OSError("ArrowIOError: No space left on device"), 75, "a file must have room on its disk, got ArrowIOError"),
+    (OSError(errno.EMFILE, "Too many open files"), 75, "got Too many open files: raise `ulimit -n`"),
 )
 def test_a_path_that_is_refused_and_a_full_disk_are_one_line_too(error, code, words, capsys):
     assert code_of(error) == code
@@ -72,14 +71,12 @@ def test_a_role_whose_path_is_refused_is_restarted_once(monkeypatch: pytest.Monk
         assert code_of(refused) == code
 
 
-@pytest.mark.parametrize(
+@cases(
     "error",
-    [
-        KeyError("x"),
-        FileNotFoundError(errno.ENOENT, "no", "x"),
-        PermissionError(13, "no"),
-        ModuleNotFoundError("No module named 'slipstream.nosuch'", name="slipstream.nosuch"),
-    ],
+    KeyError("x"),
+    FileNotFoundError(errno.ENOENT, "no", "x"),
+    PermissionError(13, "no"),
+    ModuleNotFoundError("No module named 'slipstream.nosuch'", name="slipstream.nosuch"),
 )
 def test_a_bug_keeps_its_traceback(error: Exception) -> None:
     with pytest.raises(type(error)), fail_cleanly(FaultError):
@@ -94,48 +91,42 @@ def test_it_decorates_a_function_that_can_be_called_twice() -> None:
     assert (double(1), double(2)) == (2, 4)
 
 
-@pytest.mark.parametrize(
-    "error", [PackageNotFoundError("torch"), ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")]
-)
+@cases("error", PackageNotFoundError("torch"), ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn"))
 def test_a_library_of_a_build_that_is_not_installed_is_named_with_its_extra(error, capsys):
     assert code_of(error) == 2
     assert capsys.readouterr().err.startswith("error: torch must be installed, but is not: `pip install 'slipstream[")
 
 
-@pytest.mark.parametrize(
-    ("given", "ours"),
-    [
-        ("train seed=1", "run seed=1"),
-        ("start mine.yaml", "run experiment=mine.yaml"),
-        ("sweep seed=1,2", "run -m seed=1,2"),
-        ("-m seed=1,2", "run -m seed=1,2"),
-        ("resume runs/mine", "run name=mine resume=true"),
-        ("eval runs/mine", "evaluate runs/mine"),
-        ("report mine", "status mine"),
-        ("dashboard", "watch"),
-        ("merge a b", "convert a b"),
-        ("help status", "status --help"),
-    ],
+@cases(
+    "given, ours",
+    ("train seed=1", "run seed=1"),
+    ("start mine.yaml", "run experiment=mine.yaml"),
+    ("sweep seed=1,2", "run -m seed=1,2"),
+    ("-m seed=1,2", "run -m seed=1,2"),
+    ("resume runs/mine", "run name=mine resume=true"),
+    ("eval runs/mine", "evaluate runs/mine"),
+    ("report mine", "status mine"),
+    ("dashboard", "watch"),
+    ("merge a b", "convert a b"),
+    ("help status", "status --help"),
 )
 def test_another_name_of_a_command_works(given: str, ours: str) -> None:
     assert with_command(app, given.split()) == ours.split()
 
 
-@pytest.mark.parametrize(
-    ("given", "advice"),
-    [
-        ("stop mine", "press Ctrl-C"),
-        ("cancel mine", "press Ctrl-C"),
-        ("tail mine", "runs/NAME/logs"),
-        ("runs", "`slipstream watch` lists the runs"),
-        ("save", "resume=true"),
-        ("clean", "delete runs/NAME"),
-        ("grpo", "recipe="),
-        ("serve", "vllm serve"),
-        ("push", "hf upload"),
-        ("score f", "slipstream evaluate"),
-        ("validate", "slipstream diagnose"),
-    ],
+@cases(
+    "given, advice",
+    ("stop mine", "press Ctrl-C"),
+    ("cancel mine", "press Ctrl-C"),
+    ("tail mine", "runs/NAME/logs"),
+    ("runs", "`slipstream watch` lists the runs"),
+    ("save", "resume=true"),
+    ("clean", "delete runs/NAME"),
+    ("grpo", "recipe="),
+    ("serve", "vllm serve"),
+    ("push", "hf upload"),
+    ("score f", "slipstream evaluate"),
+    ("validate", "slipstream diagnose"),
 )
 def test_a_command_that_does_not_exist_is_answered_with_the_way(given: str, advice: str) -> None:
     with pytest.raises(ConfigError, match=f"no command `{given.split()[0]}`: .*{advice}"):

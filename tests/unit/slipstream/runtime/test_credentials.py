@@ -25,6 +25,7 @@ from slipstream.runtime.credentials import (
 )
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
+from tests.cases import cases
 
 SECRET = "kept-to-ourselves"
 
@@ -83,9 +84,7 @@ def test_a_file_accessible_to_others_is_refused_with_the_remedy(tmp_path, mode):
     assert f"chmod 600 {tmp_path}/token" in sentence
 
 
-@pytest.mark.parametrize(
-    "content", ["", " \n", SECRET[:15], SECRET + "\n" + SECRET, SECRET + "ü", b"\xff\xfe", SECRET * 100]
-)
+@cases("content", "", " \n", SECRET[:15], SECRET + "\n" + SECRET, SECRET + "ü", b"\xff\xfe", SECRET * 100)
 def test_a_malformed_token_is_refused(tmp_path, content):
     assert "16 to 1024 printable ASCII" in refusal(run_in(tmp_path, content))
 
@@ -155,24 +154,22 @@ def test_the_version_of_a_library_is_no_secret():
     assert without_secrets({"tiktoken": "0.12.0"}) == {"tiktoken": "0.12.0"}
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
-    [
-        f"redis://user:{PLANTED}@host:6379/0",
-        f"https://{PLANTED}@github.com/a/b.git",
-        f"https://host/path?api_key={PLANTED}&x=1",
-        f"Authorization: Bearer {PLANTED}",
-        f"authorization=Basic {PLANTED}==",
-        f"WANDB_API_KEY={PLANTED}",
-        f'{{"password": "{PLANTED}", "user": "x"}}',
-        f"hf_token: '{PLANTED}'",
-        f"sk-proj-{PLANTED}{PLANTED}",
-        f"hf_{PLANTED}{PLANTED}",
-        f"ghp_{PLANTED}{PLANTED}",
-        f"xoxb-1234-{PLANTED}",
-        f"eyJhbGciOiJI.{PLANTED}.{PLANTED}",
-        f"-----BEGIN RSA PRIVATE KEY-----\n{PLANTED}\n-----END RSA PRIVATE KEY-----",
-    ],
+    f"redis://user:{PLANTED}@host:6379/0",
+    f"https://{PLANTED}@github.com/a/b.git",
+    f"https://host/path?api_key={PLANTED}&x=1",
+    f"Authorization: Bearer {PLANTED}",
+    f"authorization=Basic {PLANTED}==",
+    f"WANDB_API_KEY={PLANTED}",
+    f'{{"password": "{PLANTED}", "user": "x"}}',
+    f"hf_token: '{PLANTED}'",
+    f"sk-proj-{PLANTED}{PLANTED}",
+    f"hf_{PLANTED}{PLANTED}",
+    f"ghp_{PLANTED}{PLANTED}",
+    f"xoxb-1234-{PLANTED}",
+    f"eyJhbGciOiJI.{PLANTED}.{PLANTED}",
+    f"-----BEGIN RSA PRIVATE KEY-----\n{PLANTED}\n-----END RSA PRIVATE KEY-----",
 )
 def test_what_looks_like_a_secret_is_left_out(text):
     masked = mask(f"before {text} after")

@@ -23,6 +23,7 @@ from slipstream.runtime import images as images_module
 from slipstream.runtime.images import VisionModel, image_id, load_image, open_image, takes_images
 from slipstream.runtime.model_files import ModelFingerprint, check_same_model, fingerprint
 from slipstream.runtime.reasoning import Reasoning, find_reasoning
+from tests.cases import cases
 from tests.pictures import IMAGE, PLACE, make_picture, make_vision_model
 from tests.tiny_model import make_tiny_model
 from tests.unit.generators.chat import make_chat_tokenizer
@@ -71,14 +72,12 @@ def test_a_fingerprint_covers_config_shapes_and_tokenizer(original):
     assert found.tokenizer_files.keys() >= {"tokenizer.json", "tokenizer_config.json"}
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("vocab_size", 64),
-        ("num_key_value_heads", 2),
-        ("tie_word_embeddings", True),
-        ("architectures", ["LlamaForCausalLM"]),
-    ],
+@cases(
+    "field, value",
+    ("vocab_size", 64),
+    ("num_key_value_heads", 2),
+    ("tie_word_embeddings", True),
+    ("architectures", ["LlamaForCausalLM"]),
 )
 def test_a_setting_that_differs_is_named_with_both_values(copy, original, field, value):
     change_config(copy, **{field: value})
@@ -218,15 +217,13 @@ def _bomb(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"\x89PNG", "a readable PNG"),
-        (b"GIF89a", "a readable PNG"),
-        (_bomb(10_000), "at most 67108864 pixels, got 10000 x 10000"),
-        (_bomb(100_000), "a readable PNG"),
-        (make_picture(401, 2), "at most 200 times the other"),
-    ],
+@cases(
+    "data, reason",
+    (b"\x89PNG", "a readable PNG"),
+    (b"GIF89a", "a readable PNG"),
+    (_bomb(10_000), "at most 67108864 pixels, got 10000 x 10000"),
+    (_bomb(100_000), "a readable PNG"),
+    (make_picture(401, 2), "at most 200 times the other"),
 )
 def test_what_is_no_image_or_too_large_a_one_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
@@ -261,20 +258,18 @@ def test_images_come_from_bytes_or_from_within_the_folder(tmp_path: Path, monkey
 THINK = Reasoning("<think>", "</think>", "vocabulary")
 
 
-@pytest.mark.parametrize(
-    ("text", "is_open", "thought", "rest"),
-    [
-        ("42", False, None, "42"),
-        ("<think>\nA\n</think>\n\n42", False, "\nA\n", "\n\n42"),
-        ("A</think>42", True, "A", "42"),
-        ("A</think>42", False, "A", "42"),
-        ("A", True, "A", ""),
-        ("1<think>A", False, "A", "1"),
-        ("1<think>A</think>2<think>B</think>3", False, "AB", "123"),
-        ("<think>A<think>B</think>2</think>", False, "AB", "2</think>"),
-        # A model that repeats the mark of the header.
-        ("<think>A</think>2", True, "A", "2"),
-    ],
+@cases(
+    "text, is_open, thought, rest",
+    ("42", False, None, "42"),
+    ("<think>\nA\n</think>\n\n42", False, "\nA\n", "\n\n42"),
+    ("A</think>42", True, "A", "42"),
+    ("A</think>42", False, "A", "42"),
+    ("A", True, "A", ""),
+    ("1<think>A", False, "A", "1"),
+    ("1<think>A</think>2<think>B</think>3", False, "AB", "123"),
+    ("<think>A<think>B</think>2</think>", False, "AB", "2</think>"),
+    # A model that repeats the mark of the header.
+    ("<think>A</think>2", True, "A", "2"),
 )
 def test_a_turn_is_split_into_reasoning_and_the_rest(text: str, is_open: bool, thought: str | None, rest: str):
     assert THINK.split(text, is_open=is_open) == (thought, rest)
@@ -286,18 +281,14 @@ def test_no_text_of_a_model_keeps_the_split_busy(text: str):
     assert not thought
 
 
-@pytest.mark.parametrize(
-    ("tokens", "template", "start", "source"),
-    [
-        (["[THINK]", "[/THINK]"], "", "[THINK]", "vocabulary"),
-        (["<|START_THINKING|>", "<|END_THINKING|>"], "", "<|START_THINKING|>", "vocabulary"),
-        ([], "{{ m.content.split('</seed:think>') }}", "<seed:think>", "chat template"),
-        ([], "", "<think>", "default"),
-    ],
+@cases(
+    "tokens, template, start, source",
+    (["[THINK]", "[/THINK]"], "", "[THINK]", "vocabulary"),
+    (["<|START_THINKING|>", "<|END_THINKING|>"], "", "<|START_THINKING|>", "vocabulary"),
+    ([], "{{ m.content.split('</seed:think>') }}", "<seed:think>", "chat template"),
+    ([], "", "<think>", "default"),
 )
-def test_marks_are_chosen_from_vocabulary_or_template_and_logged(
-    tokens: list[str], template: str, start: str, source: str
-):
+def test_marks_are_chosen_from_vocabulary_or_template_and_logged(tokens, template, start, source):
     tokenizer = make_chat_tokenizer("chatml")
     tokenizer.add_tokens(tokens)
     tokenizer.chat_template = template
@@ -308,14 +299,12 @@ def test_marks_are_chosen_from_vocabulary_or_template_and_logged(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "marks"),
-    [
-        ("deepseek_r1", ("<think>", "</think>")),
-        ("seed_oss", ("<seed:think>", "</seed:think>")),
-        ("minimax_m3", ("<mm:think>", "</mm:think>")),
-        ("gemma4", ("<|channel>thought", "<channel|>")),
-    ],
+@cases(
+    "name, marks",
+    ("deepseek_r1", ("<think>", "</think>")),
+    ("seed_oss", ("<seed:think>", "</seed:think>")),
+    ("minimax_m3", ("<mm:think>", "</mm:think>")),
+    ("gemma4", ("<|channel>thought", "<channel|>")),
 )
 def test_the_split_agrees_with_the_parsers_of_vllm(name: str, marks: tuple[str, str]):
     from vllm.reasoning import ReasoningParserManager
@@ -331,13 +320,11 @@ def test_the_split_agrees_with_the_parsers_of_vllm(name: str, marks: tuple[str, 
         assert ((thought or "").strip(), rest) == ((found[0] or "").strip(), found[1] or "")
 
 
-@pytest.mark.parametrize(
-    ("header", "is_open"),
-    [
-        ("<|im_start|>assistant\n<think>\n", True),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
-        ("write <think> first<|im_end|>\n<|im_start|>assistant\n", False),
-    ],
+@cases(
+    "header, is_open",
+    ("<|im_start|>assistant\n<think>\n", True),
+    ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+    ("write <think> first<|im_end|>\n<|im_start|>assistant\n", False),
 )
 def test_the_header_opens_the_reasoning_or_not(header: str, is_open: bool):
     tokenizer = make_chat_tokenizer("qwen3")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from slipstream.runtime.logs import LogLimiter, escape_control_characters
+from tests.cases import cases
 from tests.fakes import FakeClock
 
 NEVER_DONE = """
@@ -76,9 +77,7 @@ atexit.register(lambda: (time.sleep(1.1), os.kill(os.getpid(), signal.SIGTERM), 
 """
 
 
-@pytest.mark.parametrize(
-    ("program", "printed"), [(TIDY, "put in order\n"), (TEARDOWN + TIDY, "put in order\ntorn down\n")]
-)
+@cases("program, printed", (TIDY, "put in order\n"), (TEARDOWN + TIDY, "put in order\ntorn down\n"))
 def test_the_signals_of_a_closing_terminal_interrupt_once_and_leave_no_traceback(program: str, printed: str):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout, done.stderr) == (130, printed, "interrupted\n")

@@ -21,6 +21,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.disk import DiskWait, describe_disk, is_disk_full
 from slipstream.runtime.run_folder import RunFolder, find_run
 from tests.builders import make_run
+from tests.cases import cases
 from tests.fakes import no_file_above
 
 
@@ -47,9 +48,7 @@ def test_the_name_of_a_run_that_ended_before_it_published_weights_is_free_again(
     assert (again.logs / "broker.log").exists()
 
 
-@pytest.mark.parametrize(
-    "made", ["", "metrics.jsonl", "summary.json", "checkpoints/step-00000001", "archive/shard-00000001.parquet"]
-)
+@cases("made", "", "metrics.jsonl", "summary.json", "checkpoints/step-00000001", "archive/shard-00000001.parquet")
 def test_a_used_name_is_refused_unless_the_run_is_resumed(tmp_path: Path, made: str):
     used = folder_in(tmp_path)
     used.claim()
@@ -100,15 +99,13 @@ def test_auto_begins_a_run_or_goes_on_where_true_only_goes_on_and_a_discarded_ru
 WHOLE = [{"step": step, "time_s": float(step)} for step in (1, 2, 3)]
 
 
-@pytest.mark.parametrize(
-    ("damage", "lines", "steps"),
-    [
-        (b'{"step": 4, "ti', [4], [1, 2, 3]),
-        (b"\0" * 100, [4], [1, 2, 3]),
-        (b"\0" * 100 + b"\n", [4], [1, 2, 3]),
-        (b'{"step": 4, "ti{"step": 5, "time_s": 5.0}\n', [4], [1, 2, 3]),
-        (b'\xff\n[1]\n{}\n{"step": "4"}\n{"step": 4}\n', [4, 5, 6, 7], [1, 2, 3, 4]),
-    ],
+@cases(
+    "damage, lines, steps",
+    (b'{"step": 4, "ti', [4], [1, 2, 3]),
+    (b"\0" * 100, [4], [1, 2, 3]),
+    (b"\0" * 100 + b"\n", [4], [1, 2, 3]),
+    (b'{"step": 4, "ti{"step": 5, "time_s": 5.0}\n', [4], [1, 2, 3]),
+    (b'\xff\n[1]\n{}\n{"step": "4"}\n{"step": 4}\n', [4, 5, 6, 7], [1, 2, 3, 4]),
 )
 def test_damaged_rows_are_dropped_with_a_word_and_the_whole_ones_are_kept(tmp_path, damage, lines, steps):
     folder = folder_in(tmp_path)

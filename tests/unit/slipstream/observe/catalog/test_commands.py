@@ -24,6 +24,7 @@ from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.cli import main
 from slipstream.observe.catalog.catalog import open_catalog
 from tests.builders import make_finished, make_run, write_archive
+from tests.cases import cases
 from tests.recorded_run import record_run
 from tests.unit.buffer.archive.test_archive import make_step
 
@@ -104,9 +105,8 @@ def test_ls_has_a_line_per_group_or_trajectory_and_stats_count_and_distribute(ar
     assert "lag of the oldest token 3.5 2 2 3.5 5 5" in lines
 
 
-@pytest.mark.parametrize(
-    ("conditions", "groups"),
-    [("reward>=0.6", "0"), ("outcome=retired version=0", "1"), ("text=jkl", "210"), ("text=lk", "")],
+@cases(
+    "conditions, groups", ("reward>=0.6", "0"), ("outcome=retired version=0", "1"), ("text=jkl", "210"), ("text=lk", "")
 )
 def test_conditions_filter(archive, capsys, conditions, groups):
     lines = printed(capsys, "ls", archive, "--where", conditions)
@@ -149,13 +149,11 @@ def test_exported_lines_hold_the_texts_too(archive, capsys):
     assert "a file has no accounts" in complaint(capsys, "verify", "out.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("out", "rule"),
-    [
-        ("out.csv", "OUT must end in .parquet or .jsonl"),
-        ("taken.jsonl", "OUT must not exist yet"),
-        ("nowhere/out.jsonl", "OUT must lie in a folder that exists"),
-    ],
+@cases(
+    "out, rule",
+    ("out.csv", "OUT must end in .parquet or .jsonl"),
+    ("taken.jsonl", "OUT must not exist yet"),
+    ("nowhere/out.jsonl", "OUT must lie in a folder that exists"),
 )
 def test_an_impossible_export_is_refused(archive, capsys, out, rule):
     Path("taken.jsonl").write_text("precious")
@@ -185,15 +183,13 @@ def test_an_archive_is_verified_and_a_damaged_shard_is_reported_and_the_others_a
     assert "damaged=1 duplicated=0 missing=0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "rule"),
-    [
-        (["ls", "missing"], "SOURCE must be a run in runs/"),
-        (["ls", "redis://localhost:1/0"], "--run must name a run"),
-        (["ls", "{archive}", "--where", "outcome=lost"], "outcome must be one of open, ready"),
-        (["ls", "{archive}", "--where", "text=x", "--tokenizer", "runs"], "--tokenizer must be a tokenizer.json"),
-        (["ls", "redis://localhost:notaport", "--run", "x"], "must be a redis://"),
-    ],
+@cases(
+    "arguments, rule",
+    (["ls", "missing"], "SOURCE must be a run in runs/"),
+    (["ls", "redis://localhost:1/0"], "--run must name a run"),
+    (["ls", "{archive}", "--where", "outcome=lost"], "outcome must be one of open, ready"),
+    (["ls", "{archive}", "--where", "text=x", "--tokenizer", "runs"], "--tokenizer must be a tokenizer.json"),
+    (["ls", "redis://localhost:notaport", "--run", "x"], "must be a redis://"),
 )
 def test_a_wrong_argument_is_refused_in_one_sentence(archive, capsys, arguments, rule):
     assert rule in complaint(capsys, *(argument.format(archive=archive) for argument in arguments))
@@ -299,28 +295,26 @@ def test_a_rollout_from_elsewhere_needs_six_fields(rounded):
     assert first.trajectory.version_spans == [VersionSpan(2, 0)]
 
 
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        ({"generator_logprobs": [0, 0, nan]}, "JSON is malformed"),
-        ({"generator_logprobs": [0, 0, None]}, "Expected `float`, got `null` - at `$.generator_logprobs[2]`"),
-        ({"generator_logprobs": [0, 0, 0.5]}, "positive_logprob"),
-        ({"generator_logprobs": [0, -0.1]}, "shape: generator_logprobs must be float32[3]"),
-        ({"model_mask": [False] * 3}, "empty"),
-        ({"token_ids": [4, 8, 2**31]}, "token ids must be from 0 to 2147483647"),
-        ({"token_ids": [4, -1, 3]}, "token ids must be from 0 to 2147483647"),
-        ({"reward": {"total": 1e300}}, "reward"),
-        ({"reward": {"total": 1.0, "status": "fine"}}, "Invalid enum value 'fine'"),
-        ({"index": -1}, "index must be from 0"),
-        ({"index": 2**80}, "serialize ints"),
-        ({"group_id": "seventeen"}, "group_id must be a whole number"),
-        ({"id": "17-1-0"}, "id must be <group_id>-<attempt>-<index>"),
-        ({"outcome": "ready"}, "outcome must be one of retired, rejected, expired, quarantined, evaluated, got"),
-        ({"schema_version": 99}, "schema_version must be <= "),
-        ({"version_spans": [[0, -1]]}, "version_spans"),
-        ({"stop_reason": "tired" * 20}, "stop_reason"),
-        ({"color": "red"}, "unknown field `color`"),
-    ],
+@cases(
+    "change, rule",
+    ({"generator_logprobs": [0, 0, nan]}, "JSON is malformed"),
+    ({"generator_logprobs": [0, 0, None]}, "Expected `float`, got `null` - at `$.generator_logprobs[2]`"),
+    ({"generator_logprobs": [0, 0, 0.5]}, "positive_logprob"),
+    ({"generator_logprobs": [0, -0.1]}, "shape: generator_logprobs must be float32[3]"),
+    ({"model_mask": [False] * 3}, "empty"),
+    ({"token_ids": [4, 8, 2**31]}, "token ids must be from 0 to 2147483647"),
+    ({"token_ids": [4, -1, 3]}, "token ids must be from 0 to 2147483647"),
+    ({"reward": {"total": 1e300}}, "reward"),
+    ({"reward": {"total": 1.0, "status": "fine"}}, "Invalid enum value 'fine'"),
+    ({"index": -1}, "index must be from 0"),
+    ({"index": 2**80}, "serialize ints"),
+    ({"group_id": "seventeen"}, "group_id must be a whole number"),
+    ({"id": "17-1-0"}, "id must be <group_id>-<attempt>-<index>"),
+    ({"outcome": "ready"}, "outcome must be one of retired, rejected, expired, quarantined, evaluated, got"),
+    ({"schema_version": 99}, "schema_version must be <= "),
+    ({"version_spans": [[0, -1]]}, "version_spans"),
+    ({"stop_reason": "tired" * 20}, "stop_reason"),
+    ({"color": "red"}, "unknown field `color`"),
 )
 def test_a_line_that_is_no_trajectory_is_refused_by_number_and_nothing_is_written(rounded, capsys, change, rule):
     file = write_lines(MINIMAL | {"group_id": "16"}, MINIMAL | change)
@@ -329,13 +323,11 @@ def test_a_line_that_is_no_trajectory_is_refused_by_number_and_nothing_is_writte
     assert rule in told
 
 
-@pytest.mark.parametrize(
-    ("groups", "change", "rule"),
-    [
-        (["1", "2", "1"], {}, "line 3: the members of a group must stand together"),
-        (["1", "1"], {}, "line 2: a group must have one member per index"),
-        (["1", "1"], {"index": 1, "steps": [4]}, "line 2: the members of a group must have one outcome"),
-    ],
+@cases(
+    "groups, change, rule",
+    (["1", "2", "1"], {}, "line 3: the members of a group must stand together"),
+    (["1", "1"], {}, "line 2: a group must have one member per index"),
+    (["1", "1"], {"index": 1, "steps": [4]}, "line 2: the members of a group must have one outcome"),
 )
 def test_members_that_do_not_make_a_group_are_refused(rounded, capsys, groups, change, rule):
     *others, last = [MINIMAL | {"group_id": group} for group in groups]
@@ -353,14 +345,12 @@ def with_value(table: pa.Table, name: str, at: tuple[int, int], value: Any) -> p
 NEWER, LOGPROB = {b"slipstream.archive_schema": b"7"}, "generator_logprobs"
 
 
-@pytest.mark.parametrize(
-    ("spoil", "rule"),
-    [
-        (lambda table: table.drop_columns(["token_ids"]), " must have the columns of an archive, but lacks token_ids"),
-        (lambda table: table.replace_schema_metadata(NEWER), " must have slipstream.archive_schema <= 2, got 7"),
-        (lambda table: with_value(table, LOGPROB, (3, 7), nan), " row 4 must be a trajectory: nonfinite_logprob"),
-        (lambda table: with_value(table, "model_mask", (1, 2), None), " row "),
-    ],
+@cases(
+    "spoil, rule",
+    (lambda table: table.drop_columns(["token_ids"]), " must have the columns of an archive, but lacks token_ids"),
+    (lambda table: table.replace_schema_metadata(NEWER), " must have slipstream.archive_schema <= 2, got 7"),
+    (lambda table: with_value(table, LOGPROB, (3, 7), nan), " row 4 must be a trajectory: nonfinite_logprob"),
+    (lambda table: with_value(table, "model_mask", (1, 2), None), " row "),
 )
 def test_a_damaged_parquet_file_is_refused(rounded, capsys, spoil, rule):
     run("export", rounded, "out.parquet")
@@ -370,15 +360,13 @@ def test_a_damaged_parquet_file_is_refused(rounded, capsys, spoil, rule):
     assert "spoilt.parquet must be a Parquet file" in complaint(capsys, "import", "spoilt.parquet", "--into", "again")
 
 
-@pytest.mark.parametrize(
-    ("into", "rule"),
-    [
-        ("mine", "mode=replay replay.path=ARCHIVE"),
-        ("runs/mine", "replay_mix.archive=ARCHIVE"),
-        ("redis://localhost:6379/0", "a run that has a store"),
-        ("archive", "--into must not exist yet"),
-        ("no/where", "--into must lie in a folder that exists"),
-    ],
+@cases(
+    "into, rule",
+    ("mine", "mode=replay replay.path=ARCHIVE"),
+    ("runs/mine", "replay_mix.archive=ARCHIVE"),
+    ("redis://localhost:6379/0", "a run that has a store"),
+    ("archive", "--into must not exist yet"),
+    ("no/where", "--into must lie in a folder that exists"),
 )
 def test_a_folder_that_cannot_become_an_archive_is_refused(rounded, capsys, into, rule):
     Path("runs/mine").mkdir(parents=True)
