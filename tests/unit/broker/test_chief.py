@@ -23,7 +23,7 @@ from slipstream.broker.messages import (
     Update,
     Welcome,
 )
-from slipstream.broker.peers import Peer, PingRound
+from slipstream.broker.peers import PingRound
 from slipstream.broker.router import Router
 from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.buffer.codec import decode, encode
@@ -356,13 +356,3 @@ def test_changes_of_many_members_share_a_message_and_none_is_forgotten(crowd):
     assert {each.state for each in newest.generators} == {"updating"}
     scene.step()
     assert learner.receive() == [], "nothing has changed"
-
-
-def test_peers_are_found_by_name_and_leave_nothing_behind(crowd):
-    scene, _, _ = crowd
-    peers = scene.router._peers
-    known = list(peers)
-    assert all(isinstance(peer, Peer) and peer in peers for peer in known)
-    for peer in known:
-        peers.remove(peer.identity)
-    assert (len(peers), peers._by_name, peers.learner()) == (0, {}, None)

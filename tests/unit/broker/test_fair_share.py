@@ -3,7 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Sequence
-from math import inf, isnan
+from math import inf
 from statistics import mean, median
 from typing import NamedTuple
 
@@ -351,71 +351,12 @@ def test_a_thousand_generators_that_ask_at_once_are_measured_once():
     assert len(measured) <= 2 * len(peers)
 
 
-def pace(throughput: Throughput) -> Pace:
-    return Pace(*throughput.measured, throughput.in_flight)
-
-
-def groups(*numbers: int) -> dict[str, list[int]]:
-    """Leases of two members each."""
-    return {f"{number}-0": [0, 1] for number in numbers}
-
-
-def store(throughput: Throughput, *numbers: int, now: float) -> None:
-    for number in numbers:
-        throughput.record_stored(f"{number}-0-0", now=now)
-        throughput.record_stored(f"{number}-0-1", now=now)
-
-
-def test_a_group_is_complete_with_its_last_member_and_duplicates_change_nothing():
+def test_a_group_is_complete_with_its_last_member_and_duplicates_and_unknown_ids_change_nothing():
     throughput = Throughput()
     throughput.record_lease({"7-2": [1, 3]}, now=0.0)
-    for _ in range(3):
-        throughput.record_stored("7-2-1", now=1.0)
+    for each in ("7-2-1", "7-2-1", "8-2-1", "7-1-1", "", "-", "x-y-z", "7-2"):
+        throughput.record_stored(each, now=1.0)
     assert (throughput.in_flight, throughput.is_measured) == (1, False)
     throughput.record_stored("7-2-3", now=4.0)
     throughput.record_stored("7-2-3", now=9.0)
-    assert pace(throughput) == Pace(group_s=4.0, groups_per_s=0.25, in_flight=0)
-
-
-@pytest.mark.parametrize("trajectory_id", ["8-2-1", "7-1-1", "", "-", "x-y-z", "7-2"])
-def test_a_trajectory_of_no_recorded_lease_is_ignored(trajectory_id: str):
-    throughput = Throughput()
-    throughput.record_lease({"7-2": [1]}, now=0.0)
-    throughput.record_stored(trajectory_id, now=1.0)
-    assert (throughput.in_flight, throughput.is_measured) == (1, False)
-
-
-def test_groups_in_flight_have_an_age_and_make_no_pace():
-    throughput = Throughput()
-    assert throughput.leased_at == inf
-    throughput.record_lease(groups(0, 1), now=5.0)
-    assert (isnan(pace(throughput).group_s), throughput.in_flight, throughput.leased_at) == (True, 2, 5.0)
-    throughput = Throughput()
-    for at in (1.0, 2.0, 30.0):
-        throughput.record_lease(groups(int(at)), now=at)
-    assert throughput.leased_at == 2.0
-    store(throughput, 1, now=31.0)
-    assert throughput.leased_at == 16.0
-
-
-def test_old_leases_that_the_holder_does_not_list_are_dropped():
-    throughput = Throughput()
-    throughput.record_lease(groups(0, 1), now=0.0)
-    throughput.record_lease(groups(2), now=5.0)
-    throughput.drop_lost(["1-0"], leased_before=5.0)
-    assert throughput.in_flight == 2
-    store(throughput, 0, now=6.0)
-    assert not throughput.is_measured
-
-
-def test_after_a_restart_the_next_group_replaces_all_measurements():
-    throughput = Throughput()
-    for number in range(20):
-        throughput.record_lease(groups(number), now=0.0)
-        store(throughput, number, now=10.0)
-    throughput.restart()
-    assert pace(throughput).group_s == 10.0
-    for number, took_s in ((20, 1.0), (21, 3.0)):
-        throughput.record_lease(groups(number), now=20.0)
-        store(throughput, number, now=20.0 + took_s)
-    assert pace(throughput) == Pace(group_s=2.0, groups_per_s=pytest.approx(0.5), in_flight=0)
+    assert Pace(*throughput.measured, throughput.in_flight) == Pace(group_s=4.0, groups_per_s=0.25, in_flight=0)

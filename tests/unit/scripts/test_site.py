@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_pages_keep_their_places(tree: Path) -> None:
-    (tree / "examples").mkdir()
+def test_pages_keep_their_places_and_links_lead_to_them(tree: Path) -> None:
+    write(tree / "examples/search/README.md", "# Search")
     places = {
         "README.md": "index.md",
         "docs/data.md": "docs/data.md",
@@ -38,10 +39,6 @@ def test_pages_keep_their_places(tree: Path) -> None:
         "docs/curve.png": "docs/curve.png",
     }
     assert {path: str(site.page_of(Path(path))) for path in places} == places
-
-
-def test_links_lead_to_pages(tree: Path) -> None:
-    write(tree / "examples/search/README.md", "# Search")
     write(tree / "learner/trainer.py", "")
     write(tree / "README.md", "")
     write(
@@ -56,12 +53,18 @@ def test_links_lead_to_pages(tree: Path) -> None:
     assert linked == {Path(p) for p in ("learner/trainer.py", "README.md", "examples/search/README.md", "examples")}
 
 
-def test_a_folder_lists_its_pages(tree: Path) -> None:
+def test_a_folder_lists_its_pages_and_the_list_of_modules_has_a_table_for_each_folder(tree: Path) -> None:
     write(tree / "examples/search/README.md", "# Search the web\n\ntext")
     write(tree / "examples/one.md", "# One")
     site._write(Path("examples"))
     assert (tree / "pages/examples/index.md").read_text() == (
         "# Examples\n\n- [One](one.md)\n- [Search the web](search/index.md)"
+    )
+    write(tree / "learner/__init__.py", '"""The learner."""')
+    write(tree / "learner/trainer.py", '"""Train | evaluate.\n\nMore."""')
+    assert site.list_modules() == (
+        "# Modules\n\n## learner/\n\nThe learner.\n\n| module | content |\n|---|---|\n"
+        "| [trainer.py](learner/trainer.py) | Train \\| evaluate. |"
     )
 
 
@@ -101,15 +104,6 @@ class Thing(Base):
     assert "_hidden" not in page
 
 
-def test_the_list_of_modules_has_a_table_for_each_folder(tree: Path) -> None:
-    write(tree / "learner/__init__.py", '"""The learner."""')
-    write(tree / "learner/trainer.py", '"""Train | evaluate.\n\nMore."""')
-    assert site.list_modules() == (
-        "# Modules\n\n## learner/\n\nThe learner.\n\n| module | content |\n|---|---|\n"
-        "| [trainer.py](learner/trainer.py) | Train \\| evaluate. |"
-    )
-
-
 NAME = re.compile(r"slipstream_\w+")
 SERVED = {family.full_name for family in FAMILIES.values()} | {
     family_of(key)[0].full_name for key in (*keys_under(ROWS, STEP, TOKENS), *RANGES)
@@ -135,17 +129,13 @@ def test_the_dashboard_asks_for_what_is_served_and_for_the_chosen_runs_alone():
         assert_balanced(query)
 
 
-def test_panels_have_places_of_their_own():
+def test_panels_have_places_of_their_own_and_the_range_of_a_metric_is_shaded():
     places = [panel["gridPos"] for panel in panels()]
-    cells = [
-        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
-    ]
+    spans = [(range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"])) for at in places]
+    cells = [cell for span in spans for cell in product(*span)]
     assert len(cells) == len(set(cells))
     assert max(x for x, _ in cells) < 24
     assert len({panel["id"] for panel in panels()}) == len(panels())
-
-
-def test_the_range_of_a_metric_is_shaded():
     shaded = {panel["title"]: panel["fieldConfig"]["defaults"]["thresholds"]["steps"] for panel in panels()
               if "thresholds" in panel.get("fieldConfig", {}).get("defaults", {})}  # fmt: skip
     assert shaded["learner/ess"] == [{"color": "red", "value": None}, {"color": "transparent", "value": 0.3}]

@@ -161,13 +161,10 @@ def test_model_and_tokenizer_load_with_transformers_as_they_were_made(tmp_path: 
     assert len(tokenizer("48213=")["input_ids"]) == 6, "one character is one token"
 
 
-def test_the_default_has_about_a_million_parameters_and_every_head_is_whole() -> None:
+def test_the_default_has_about_a_million_parameters_every_head_is_whole_and_the_seed_determines_the_result() -> None:
     assert 700_000 < make_model(layers=4, width=128, seed=0).num_parameters() < 1_000_000
     with pytest.raises(ConfigError, match="--width must be a multiple of 32, the width of a head, got 100"):
         make_model(layers=1, width=100, seed=0)
-
-
-def test_the_seed_determines_the_result() -> None:
     first, again, other = (make_model(layers=1, width=64, seed=seed).lm_head.weight for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -178,10 +175,12 @@ def make(folder: Path, *, task: str = "reverse", seed: int = 0) -> tuple[Dataset
     return Dataset(folder / "train.parquet"), Dataset(folder / "heldout.parquet")
 
 
-def test_a_number_is_reversed_with_its_zeros_and_a_sum_has_two_numbers_of_two_digits() -> None:
+def test_a_number_is_reversed_with_its_zeros_a_sum_has_two_numbers_and_there_are_no_more_problems() -> None:
     assert reverse(48213, 5) == ("48213=", "31284")
     assert reverse(70, 5) == ("00070=", "07000")
     assert [addition(n) for n in (0, 8099, 90 * 27 + 38)] == [("10+10=", "20"), ("99+99=", "198"), ("37+48=", "85")]
+    with pytest.raises(ConfigError, match="must be <= 100, got 101: there are no more different problems of reverse"):
+        make_problems("reverse", digits=2, count=101, seed=0)
 
 
 @pytest.mark.parametrize("task", ["reverse", "addition"])
@@ -200,8 +199,3 @@ def test_nothing_but_the_two_files_is_left(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "deep/down").iterdir()) == ["heldout.parquet", "train.parquet"]
     row = Dataset(tmp_path / "deep/down/heldout.parquet").row(1)
     assert str(row.prompt)[:-1][::-1] == row.ground_truth
-
-
-def test_more_problems_than_there_are_are_refused() -> None:
-    with pytest.raises(ConfigError, match="must be <= 100, got 101: there are no more different problems of reverse"):
-        make_problems("reverse", digits=2, count=101, seed=0)

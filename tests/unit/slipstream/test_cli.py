@@ -16,12 +16,11 @@ from versioningit import get_version
 
 import slipstream
 from slipstream import __main__ as program
-from slipstream import cli
 from slipstream.configs.load import load, to_plain
 from slipstream.configs.schema import groups, settings
 from slipstream.runtime.command_line import SETTINGS
 from tests.cases import cases
-from tests.runs import ROOT
+from tests.runs import ROOT, exit_code
 
 PANELS = {
     "Train": ["run", "sft", "config", "prepare", "check", "import-config"],
@@ -42,12 +41,7 @@ def folder_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Exit code, standard output, standard error."""
-    code = 0
-    try:
-        cli.main([*arguments])
-    except SystemExit as end:
-        code = int(end.code or 0)
-    return code, *capsys.readouterr()
+    return exit_code(*arguments), *capsys.readouterr()
 
 
 class ImpatientUser:

@@ -220,14 +220,11 @@ def test_what_a_lease_does_not_ask_for_is_refused(scene: RouterScene, name: str)
     assert sum(scene.store.counts().refused.values()) == 1
 
 
-def test_a_trajectory_for_the_lease_of_another_is_refused(scene: RouterScene):
+def test_a_guest_answers_its_own_leases_and_is_its_own_generator_and_nothing_else(scene: RouterScene):
     owned, guest = own(scene), join(scene)
     (prompt, *_) = owned.lease().prompts
     (nack,) = put(guest, answer(prompt, 0))
     assert nack.reason.startswith("guest_lease: guest 'mallory' must answer its own leases")
-
-
-def test_a_guest_is_its_own_generator_and_nothing_else(scene: RouterScene):
     for peer in (GuestPeer(scene, "learner", role="learner", key="alice"), GuestPeer(scene, "g7", key="alice")):
         (refusal,) = peer.receive()
         assert isinstance(refusal, Refuse)

@@ -277,12 +277,23 @@ def test_an_exception_on_the_clients_thread_reaches_the_role():
     thread.stop()
 
 
-def test_queued_messages_are_forwarded_first() -> None:
+def test_queued_messages_are_forwarded_first_and_calls_made_by_a_running_loop_only() -> None:
     inbox, received = QueueInbox(), []
     inbox.put(Drain("first"))
     inbox.forward_to(received.append)
     inbox.put(Drain("second"))
     assert received == [Drain("first"), Drain("second")]
+    received: list[str] = []
+
+    async def listen() -> None:
+        call_threadsafe(asyncio.get_running_loop(), received.append, "drain")
+        await asyncio.sleep(0)
+
+    asyncio.run(listen())
+    loop = asyncio.new_event_loop()
+    loop.close()
+    call_threadsafe(loop, received.append, "late")
+    assert received == ["drain"]
 
 
 def test_a_message_that_arrives_while_a_listener_begins_is_forwarded_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,20 +317,6 @@ def test_a_message_that_arrives_while_a_listener_begins_is_forwarded_too(monkeyp
     for thread in (putting, beginning):
         thread.join(5)
     assert received == [Drain("now")]
-
-
-def test_a_call_is_made_by_a_running_loop_and_not_on_a_closed_one() -> None:
-    received: list[str] = []
-
-    async def listen() -> None:
-        call_threadsafe(asyncio.get_running_loop(), received.append, "drain")
-        await asyncio.sleep(0)
-
-    asyncio.run(listen())
-    loop = asyncio.new_event_loop()
-    loop.close()
-    call_threadsafe(loop, received.append, "late")
-    assert received == ["drain"]
 
 
 FOUR = {f"broker-{number}": f"tcp://10.0.0.1:{20000 + number}" for number in range(4)}
@@ -431,16 +428,13 @@ def ids(sendable) -> list[str]:
     return [header.id for header, _ in sendable]
 
 
-def test_sending_stops_at_the_credit_and_an_ack_frees_it():
+def test_sending_stops_at_the_credit_which_acks_free_but_one_trajectory_always_fits():
     outbox = make_outbox(added=3)
     assert ids(outbox.pop_sendable()) == ["0-0-0", "0-0-1"]
     assert ids(outbox.pop_sendable()) == []
     outbox.acknowledge(["0-0-0"])
     assert ids(outbox.pop_sendable()) == ["0-0-2"]
     assert len(outbox) == 2
-
-
-def test_the_credit_in_bytes_binds_and_acks_free_it_but_one_trajectory_always_fits():
     outbox = make_outbox(added=2, messages=10, size_bytes=1)
     assert ids(outbox.pop_sendable()) == ["0-0-0"]
     outbox.acknowledge(["0-0-0"])
@@ -451,22 +445,14 @@ def test_the_credit_in_bytes_binds_and_acks_free_it_but_one_trajectory_always_fi
         sent = ids(outbox.pop_sendable())
         assert sent == [f"0-0-{first}", f"0-0-{first + 1}"]
         outbox.acknowledge(sent)
-
-
-def test_everything_unacknowledged_is_resent_to_a_new_broker_and_a_late_nack_delays_nothing():
-    outbox = make_outbox(added=2)
+    outbox = make_outbox(added=1, messages=1)
     outbox.pop_sendable()
-    outbox.acknowledge(["0-0-1"])
-    outbox.resend_all()
-    assert ids(outbox.pop_sendable()) == ["0-0-0"]
-    outbox = make_outbox(added=2)
-    outbox.pop_sendable()
-    outbox.resend_all()
-    outbox.reject(Nack("0-0-0", "store_full", is_fatal=False, retry_after_s=60.0))
-    assert ids(outbox.pop_sendable()) == ["0-0-0", "0-0-1"]
+    assert not outbox.is_over_credit
+    outbox.add(*make_packed(index=1))
+    assert outbox.is_over_credit
 
 
-def test_a_nack_defers_a_trajectory_or_removes_it():
+def test_a_nack_defers_a_trajectory_or_removes_it_and_a_new_broker_gets_everything_unacknowledged():
     clock = FakeClock(0.0)
     outbox = make_outbox(added=2, clock=clock)
     outbox.pop_sendable()
@@ -478,14 +464,16 @@ def test_a_nack_defers_a_trajectory_or_removes_it():
     assert ids(outbox.pop_sendable()) == ["0-0-2"], "what is deferred delays no other"
     clock.now = 1.0
     assert ids(outbox.pop_sendable()) == ["0-0-0"]
-
-
-def test_it_is_over_credit_only_while_trajectories_wait():
-    outbox = make_outbox(added=1, messages=1)
+    outbox = make_outbox(added=2)
     outbox.pop_sendable()
-    assert not outbox.is_over_credit
-    outbox.add(*make_packed(index=1))
-    assert outbox.is_over_credit
+    outbox.acknowledge(["0-0-1"])
+    outbox.resend_all()
+    assert ids(outbox.pop_sendable()) == ["0-0-0"]
+    outbox = make_outbox(added=2)
+    outbox.pop_sendable()
+    outbox.resend_all()
+    outbox.reject(Nack("0-0-0", "store_full", is_fatal=False, retry_after_s=60.0))
+    assert ids(outbox.pop_sendable()) == ["0-0-0", "0-0-1"]
 
 
 def test_unanswered_trajectories_are_resent():

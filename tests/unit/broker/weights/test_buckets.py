@@ -345,17 +345,12 @@ def test_a_family_is_published_as_its_checkpoint_and_loaded_from_it(tmp_path, na
     assert all(tensor.equal(other.state_dict()[held]) for held, tensor in module.state_dict().items())
 
 
-def test_a_tied_tensor_is_published_once():
+def test_a_tied_tensor_is_published_once_and_routing_biases_travel_in_float32():
     names = CheckpointNames(make_tiny_module(is_tied=True))
     assert names.tied == [["model.embed_tokens.weight", "lm_head.weight"]]
     assert "lm_head.weight" not in names.tensors
-
-
-def test_routing_biases_travel_in_float32():
-    dtypes = {
-        name: dtype for name, _, dtype in CheckpointNames(make_family_module("glm4_moe")).metadata(torch.bfloat16)
-    }
-    full = [name for name, dtype in dtypes.items() if dtype == torch.float32]
+    metadata = CheckpointNames(make_family_module("glm4_moe")).metadata(torch.bfloat16)
+    full = [name for name, _, dtype in metadata if dtype == torch.float32]
     assert full == ["model.layers.1.mlp.gate.e_score_correction_bias"]
 
 
@@ -391,11 +386,14 @@ def test_tensors_that_are_one_in_the_checkpoint_wait_for_each_other(monkeypatch)
     assert all(tensor.equal(other.state_dict()[name]) for name, tensor in held.items())
 
 
-def test_a_quantized_checkpoint_is_refused_by_name():
+def test_quantized_checkpoints_and_layouts_that_cannot_be_undone_are_refused_by_name(monkeypatch):
     module = make_family_module("gpt_oss")
     module.config.quantization_config = {"quant_method": "mxfp4"}
     with pytest.raises(WeightTransferError, match=r"GptOssForCausalLM .* must be unquantized, .* got mxfp4"):
         CheckpointNames(module)
+    fuse(monkeypatch, Lossy(dim=0))
+    with pytest.raises(WeightTransferError, match="LlamaForCausalLM cannot be published: its layout"):
+        CheckpointNames(make_family_module("llama"))
 
 
 class Lossy(Chunk):
@@ -407,9 +405,3 @@ class Lossy(Chunk):
         convert = reverse.convert
         reverse.convert = lambda tensors, **rest: convert(dict(list(tensors.items())[:1]), **rest)
         return reverse
-
-
-def test_a_layout_that_cannot_be_undone_is_refused_by_name(monkeypatch):
-    fuse(monkeypatch, Lossy(dim=0))
-    with pytest.raises(WeightTransferError, match="LlamaForCausalLM cannot be published: its layout"):
-        CheckpointNames(make_family_module("llama"))

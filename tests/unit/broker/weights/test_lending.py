@@ -152,7 +152,7 @@ def test_deltas_are_lent_once_all_is_verified_and_of_the_newest_two_versions(tmp
         lent(weights, 2, "delta.json")
 
 
-def test_a_fetch_that_failed_midway_is_continued_from_another_source(tmp_path: Path) -> None:
+def test_a_fetch_or_a_delta_that_failed_midway_is_continued_from_another_source(tmp_path: Path) -> None:
     files, weights = WatchedFiles(tmp_path, 1), HostWeights()
     files.damaged = NAMES[2]
     with pytest.raises(AlteredWeightsError):
@@ -160,11 +160,6 @@ def test_a_fetch_that_failed_midway_is_continued_from_another_source(tmp_path: P
     files.damaged, files.names = "", []
     fetch(weights, files, 1)
     assert files.names == NAMES[2:]
-
-
-def test_a_delta_that_failed_midway_is_continued_from_another_source(tmp_path: Path) -> None:
-    files, weights = WatchedFiles(tmp_path, 1), HostWeights()
-    fetch(weights, files, 1)
     update, packed = make_version(2, moved=200)
     files.store.put(update, packed, with_delta=True)
     manifest, digests = Manifest.of(update), [digest(bucket) for bucket in packed]
@@ -178,21 +173,18 @@ def test_a_delta_that_failed_midway_is_continued_from_another_source(tmp_path: P
     assert files.names[3:] == ["delta.json", NAMES[1], "delta-0002.bin"]
 
 
-def test_bytes_with_the_right_checksum_and_another_digest_are_refused(tmp_path: Path) -> None:
+def test_only_files_of_the_lent_version_are_lent_and_bytes_of_another_digest_are_refused(tmp_path: Path) -> None:
+    files, weights = WatchedFiles(tmp_path, 1), HostWeights()
+    fetch(weights, files, 1)
+    for version, name in ((2, NAMES[0]), (1, "bucket-0003.bin"), (1, "../secret"), (1, "manifest.json"), (1, "")):
+        with pytest.raises(WeightTransferError, match="must be lent here"):
+            weights.size_bytes(version, name)
     files, weights = WatchedFiles(tmp_path, 1), HostWeights()
     update, packed = make_version(1, moved=100)
     digests = [digest(packed[0]), digest(packed[1]), bytes(32)]
     with pytest.raises(AlteredWeightsError, match="bucket 2 of version 1 must have the learner's digest"):
         weights.update_to(files, Manifest.of(update), with_deltas=False, timeout_s=1.0, digests=digests)
     assert weights.checksum == ""
-
-
-def test_only_files_of_the_lent_version_are_lent(tmp_path: Path) -> None:
-    files, weights = WatchedFiles(tmp_path, 1), HostWeights()
-    fetch(weights, files, 1)
-    for version, name in ((2, NAMES[0]), (1, "bucket-0003.bin"), (1, "../secret"), (1, "manifest.json"), (1, "")):
-        with pytest.raises(WeightTransferError, match="must be lent here"):
-            weights.size_bytes(version, name)
 
 
 SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x3F80, 0x0001]

@@ -31,6 +31,7 @@ from slipstream.configs.load import load
 from slipstream.generators.__main__ import ignored_settings, split_id
 from slipstream.runtime.credentials import TOKEN_VARIABLE
 from tests.cases import cases
+from tests.runs import exit_code
 from tests.unit.slipstream.cluster import kubernetes_fields as fields
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -238,15 +239,9 @@ def test_memory_follows_the_settings_and_grows_with_gpus_without_them(make):
 
 @pytest.mark.parametrize("make", [jobset, rayjob])
 def test_options_reach_every_pod_and_secrets_only_the_roles_that_need_them(make):
-    options = OPTIONS._replace(
-        namespace="research",
-        secrets=["store", "aws"],
-        generator_secrets=["hub"],
-        pull_secrets=["registry"],
-        service_account="trainer",
-        node_selector={"pool": "gpu"},
-        tolerations=["team=rl:NoSchedule", "spot"],
-    )
+    secrets = {"secrets": ["store", "aws"], "generator_secrets": ["hub"], "pull_secrets": ["registry"]}
+    places = {"node_selector": {"pool": "gpu"}, "tolerations": ["team=rl:NoSchedule", "spot"]}
+    options = OPTIONS._replace(namespace="research", service_account="trainer", **secrets, **places)
     document = make(*SPREAD, options=options)
     assert document.metadata.namespace == "research"
     secrets = {"submitter": [], "generators": ["hub"]}
@@ -254,10 +249,8 @@ def test_options_reach_every_pod_and_secrets_only_the_roles_that_need_them(make)
         spec = pod.spec
         assert ([each.name for each in spec.image_pull_secrets], spec.service_account_name) == (["registry"], "trainer")
         assert spec.node_selector["pool"] == "gpu"
-        assert spec.tolerations[:2] == [
-            fields.Toleration("team", "Equal", "rl", "NoSchedule"),
-            fields.Toleration("spot", "Exists"),
-        ]
+        own = [fields.Toleration("team", "Equal", "rl", "NoSchedule"), fields.Toleration("spot", "Exists")]
+        assert spec.tolerations[:2] == own
         for container in containers_of(pod):
             given = [each.secret_ref.name for each in container.env_from]
             assert given == secrets.get(name, ["store", "aws"])
@@ -267,19 +260,16 @@ def test_options_reach_every_pod_and_secrets_only_the_roles_that_need_them(make)
 def test_the_exporter_listens_behind_a_service(kind: Kind, container: str):
     recipe = recipe_of(kind, "name=mine", "metrics.prometheus_port=9400")
     job, service = manifests(recipe, kind, OPTIONS)
-    assert (
-        load([each for each in recipe.settings if each.startswith(("metrics.", "cluster."))]).metrics_host == "0.0.0.0"
-    )
+    exposed = [each for each in recipe.settings if each.startswith(("metrics.", "cluster."))]
+    assert load(exposed).metrics_host == "0.0.0.0"
     (port,) = service["spec"]["ports"]
     pods = pods_of(msgspec.convert(job, fields.JobSet if kind == "jobset" else fields.RayJob))
-    served = [
-        each.name
-        for pod in pods.values()
-        if service["spec"]["selector"].items() <= pod.metadata.labels.items()
-        for each in containers_of(pod)
-        if {own.name: own.container_port for own in each.ports}.get(port["targetPort"]) == port["port"] == 9400
-    ]
-    assert served == [container]
+    chosen = [pod for pod in pods.values() if service["spec"]["selector"].items() <= pod.metadata.labels.items()]
+    ports = {
+        (own.name, own.container_port): each.name for pod in chosen for each in containers_of(pod) for own in each.ports
+    }
+    assert port["port"] == 9400
+    assert ports[port["targetPort"], 9400] == container
 
 
 def test_a_patch_changes_what_no_option_does(tmp_path):
@@ -366,9 +356,7 @@ def test_kubectl_gets_the_secret_once_and_no_token_is_in_a_command_line(tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     call = ["launch", "kubernetes", "--image=slipstream:cpu", "--kind=jobset", "name=mine"]
-    with pytest.raises(SystemExit) as caught:
-        main(call)
-    assert caught.value.code == 2
+    assert exit_code(*call) == 2
     assert "error: kubectl must be installed to start the run, but is not: run this where" in capsys.readouterr().err
     main([*call, "--print"])
     printed = capsys.readouterr()
@@ -463,9 +451,7 @@ def test_without_print_the_script_is_submitted_from_its_input(tmp_path, monkeypa
     call = ["launch", "slurm", *JOB]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit) as caught:
-        main(call)
-    assert caught.value.code == 2
+    assert exit_code(*call) == 2
     assert "error: sbatch must be installed to start the run, but is not: run this where" in capsys.readouterr().err
     main([*call, "--print"])
     printed = capsys.readouterr().out
@@ -476,7 +462,5 @@ def test_without_print_the_script_is_submitted_from_its_input(tmp_path, monkeypa
     assert capsys.readouterr().out == "Submitted batch job 7\n"
     assert (tmp_path / "submitted").read_text() == printed
     (tmp_path / "sbatch").write_text("#!/bin/bash\necho 'no such partition' >&2\nexit 3\n")
-    with pytest.raises(SystemExit) as caught:
-        main(call)
-    assert caught.value.code == 1
+    assert exit_code(*call) == 1
     assert "no such partition" in capsys.readouterr().err

@@ -28,6 +28,7 @@ from slipstream.launch.generate import generate
 from slipstream.runtime.command_line import make_console
 from tests.builders import make_run
 from tests.cases import cases
+from tests.runs import exit_code
 from tests.tiny_model import make_tiny_model
 
 
@@ -236,18 +237,14 @@ def test_responses_that_cannot_be_scored_are_refused_in_one_sentence(tmp_path, c
     file = tmp_path / "r.jsonl"
     file.write_text('{"prompt": "1=", "answer": "1", "written": 7, "text": "1"}\n')
     reward = ["generators.reward.arguments={max_tokens: 9}"] if any("penalty" in word for word in words) else []
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["evaluate", "--responses", str(file), "generators.reward.num_workers=0", *words, *reward])
-    assert caught.value.code == 2
+    assert exit_code("evaluate", "--responses", file, "generators.reward.num_workers=0", *words, *reward) == 2
     printed = " ".join(capsys.readouterr().err.split())
     assert re.search(message, printed), printed
     assert "Traceback" not in printed
 
 
 def test_commands_without_a_model_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["evaluate", "seed=1"], ["generate", "a", "b", "--out", "x"]):
-        with pytest.raises(SystemExit):
-            cli.main(words)
+    assert exit_code("evaluate", "seed=1") == exit_code("generate", "a", "b", "--out", "x") == 2
     printed = capsys.readouterr().err
     assert "MODEL must be a folder" in printed
     assert "generate must have one model, got a, b." in printed

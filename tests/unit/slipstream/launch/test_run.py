@@ -10,7 +10,6 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from slipstream.cli import main
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load, to_yaml
 from slipstream.launch import run as run_module
@@ -29,6 +28,7 @@ from slipstream.observe.terminal import LiveView
 from slipstream.runtime.run_folder import RunFolder, find_run
 from tests.cases import cases
 from tests.fakes import STATUS_ROW, no_file_above, status_of
+from tests.runs import exit_code
 
 
 def test_a_default_name_in_use_gets_the_next_number(tmp_path: Path) -> None:
@@ -248,9 +248,7 @@ def test_means_and_ranges_are_over_the_seeds_of_each_combination_that_ended() ->
 
 
 def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as caught:
-        main(["status", *arguments])
-    return caught.value.code, capsys.readouterr().err
+    return exit_code("status", *arguments), capsys.readouterr().err
 
 
 def test_json_holds_every_field_and_decodes_to_the_same_status():
@@ -319,9 +317,7 @@ def test_every_command_says_that_a_run_has_ended(words, tmp_path, capsys, monkey
     folder.open()
 
     def answer() -> str:
-        with pytest.raises(SystemExit) as caught:
-            main([*words, f"runs_dir={tmp_path}"])
-        assert caught.value.code == 1
+        assert exit_code(*words, f"runs_dir={tmp_path}") == 1
         return capsys.readouterr().err
 
     assert "run 'mine' is not in progress here" in answer()

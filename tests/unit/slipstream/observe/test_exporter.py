@@ -130,7 +130,7 @@ def ask(port: int, path: str = "/metrics", *, method: str = "GET", at: str = "12
         connection.close()
 
 
-def test_only_the_token_opens_it_and_only_for_metrics(server):
+def test_only_the_token_opens_it_and_only_for_metrics_and_a_port_in_use_is_one_sentence(server):
     given = {"Authorization": f"Bearer {TOKEN}"}
     status, body = ask(server.port, **given)
     assert status == 200
@@ -140,9 +140,6 @@ def test_only_the_token_opens_it_and_only_for_metrics(server):
     assert ask(server.port, "/", **given)[0] == 404
     assert ask(server.port, "/metrics/../../etc/passwd", **given)[0] == 404
     assert ask(server.port, method="POST", **given)[0] == 405
-
-
-def test_a_port_in_use_is_one_sentence(server):
     with pytest.raises(ConfigError, match=f"metrics.prometheus_port must be free at 127.0.0.1, got {server.port}"):
         MetricsServer("127.0.0.1", server.port, token="")
 
@@ -216,7 +213,7 @@ def test_each_trajectory_is_a_trace_with_a_span_for_each_part_of_its_life(trace)
     assert not set(ids) & {span.context.span_id for span in read_spans(trace, run="other")}
 
 
-def test_a_receiver_gets_the_spans(trace, receiver):
+def test_a_receiver_gets_the_spans_and_a_damaged_trace_is_an_error_of_the_file(trace, receiver, tmp_path):
     endpoint, bodies = receiver
     assert send_trace(trace, run="mine", endpoint=endpoint) == (10, True)
     (request,) = [ExportTraceServiceRequest.FromString(body) for body in bodies]
@@ -224,9 +221,6 @@ def test_a_receiver_gets_the_spans(trace, receiver):
     attributes = {each.key: each.value.string_value for each in of_resource.resource.attributes}
     assert attributes == {"service.name": "slipstream", "slipstream.run": "mine"}
     assert len(of_resource.scope_spans[0].spans) == 10
-
-
-def test_a_damaged_trace_is_an_error_of_the_file(tmp_path):
     path = tmp_path / "trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": []}).encode())[:-9])
     with pytest.raises(EOFError, match="end-of-stream"):

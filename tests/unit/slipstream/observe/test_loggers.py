@@ -6,7 +6,6 @@ import json
 import socket
 import struct
 import threading
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -36,6 +35,7 @@ from tests.contract.stores import checkpoint, claim, commit, make_ready, open_ru
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
 from tests.recorded_run import record_run
+from tests.runs import until
 
 
 class Kept:
@@ -154,14 +154,11 @@ def test_rows_that_the_store_dropped_are_counted(store, make_feed):
     assert feed.num_lost == 10
 
 
-def test_numbers_of_a_row_are_flat():
+def test_numbers_of_a_row_are_flat_and_a_bookmark_outlives_the_process_and_a_file_that_was_cut_short(tmp_path: Path):
     times = {"steps": 3, "step_s": 0.5, "roles": [{"role": "learner", "count": 1, "shares": {"waiting": 0.25}}]}
     found = numbers_of(row(4, **{"lag/histogram": {"0": 12}, "times": times}))
     assert not {"step", "lag/histogram"} & found.keys()
     assert found["times/learner/waiting"] == 0.25
-
-
-def test_a_bookmark_outlives_the_process_and_a_file_that_was_cut_short(tmp_path: Path):
     path = tmp_path / "loggers" / "logger-wandb.json"
     first = Bookmark(path)
     first.save(17)
@@ -213,12 +210,19 @@ def counts(delivery: Delivery) -> tuple[Any, ...]:
     return tuple(found[name] for name in ("sent", "failed", "dropped", "queued"))
 
 
-def test_a_method_that_a_logger_lacks_has_nothing_to_do():
+def test_a_method_that_a_logger_lacks_has_nothing_to_do_and_one_that_cannot_start_is_known_by_its_error():
     delivery = Delivery(Recorder, max_queue=10)
     for kind in ("image", "table"):
         delivery.put(Entry(1, kind, ("name", b"")))
     assert delivery.close(timeout_s=WAIT_S)
     assert counts(delivery) == (2, 0, 0, 0)
+
+    def refuse() -> Recorder:
+        raise RuntimeError("no network")
+
+    delivery = Delivery(refuse, max_queue=2)
+    assert delivery.close(timeout_s=WAIT_S)
+    assert str(delivery.error) == "no network"
 
 
 def test_a_hanging_logger_blocks_nobody_and_the_oldest_entries_are_dropped_and_counted():
@@ -254,15 +258,6 @@ def test_entries_arrive_in_order_and_a_logger_that_fails_costs_entries_and_nothi
     assert (counts(delivery), delivery.cursor) == ((len(kept), len(errors), 0, 0), 10)
 
 
-def test_a_logger_that_cannot_start_is_known_by_its_error():
-    def refuse() -> Recorder:
-        raise RuntimeError("no network")
-
-    delivery = Delivery(refuse, max_queue=2)
-    assert delivery.close(timeout_s=WAIT_S)
-    assert str(delivery.error) == "no network"
-
-
 LOGGER = """
 class Kept:
     def __init__(self, run):
@@ -293,13 +288,6 @@ class Scene:
         return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def until(is_met: Callable[[], Any]) -> None:
-    ends_at = time.monotonic() + 10
-    while not is_met():
-        assert time.monotonic() < ends_at
-        time.sleep(0.001)
-
-
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     monkeypatch.setattr(logger_main, "_MAX_QUEUE", 2)
@@ -317,13 +305,13 @@ def test_a_logger_that_starts_before_a_resume_cuts_its_rows_gets_the_steps_that_
     process.turn()
     scene.write(1, 2, 3)
     process.turn()
-    until(lambda: scene.kept() == [1, 2, 3, 4, 5, 6, 3])
+    until(lambda: scene.kept() == [1, 2, 3, 4, 5, 6, 3], what="the steps that come again")
     process.turn()
     scene.write(1, 2, 3, 4)
     # Its process ends without taking leave.
     again = scene.start()
     again.turn()
-    until(lambda: scene.kept() == [1, 2, 3, 4, 5, 6, 3, 4])
+    until(lambda: scene.kept() == [1, 2, 3, 4, 5, 6, 3, 4], what="the step after them")
     assert (process.close(), again.close()) == (True, True)
 
 
@@ -354,7 +342,7 @@ def read(folder: Path) -> Any:
     return found
 
 
-def test_what_is_logged_is_what_tensorboard_reads(tmp_path):
+def test_what_is_logged_is_what_tensorboard_reads_and_markup_of_a_model_stays_text(tmp_path):
     logger = logger_in(tmp_path)
     for step in (1, 2):
         logger.log(step, {"learner/reward_mean": step / 4, "lag/max": 1.0})
@@ -369,6 +357,8 @@ def test_what_is_logged_is_what_tensorboard_reads(tmp_path):
     cells = [cell.decode() for cell in table.tensor_proto.string_val]
     assert cells == ["step", "answer", "2", as_text("<b>x</b> **1**\n|")]
     assert [each.size for each in table.tensor_proto.tensor_shape.dim] == [2, 2]
+    shown = as_text("<script>alert(1)</script> [a](b) *c* `d`\n# e")
+    assert not set("<>[]*`#\n") & set(shown.replace("&#", "").replace("<br>", ""))
 
 
 def test_steps_that_are_trained_again_replace_those_before(tmp_path):
@@ -377,11 +367,6 @@ def test_steps_that_are_trained_again_replace_those_before(tmp_path):
         logger.log(step, {"reward": value})
     logger.close()
     assert [(each.step, each.value) for each in read(tmp_path).Scalars("reward")] == [(1, 0.125), (2, 0.75)]
-
-
-def test_markup_of_a_model_stays_text():
-    shown = as_text("<script>alert(1)</script> [a](b) *c* `d`\n# e")
-    assert not set("<>[]*`#\n") & set(shown.replace("&#", "").replace("<br>", ""))
 
 
 OWN = """
@@ -428,17 +413,11 @@ def test_a_logger_that_cannot_work_is_refused_before_anything_starts(settings, s
     assert sentence in str(refusal.value)
 
 
-def test_a_logger_of_ones_own_is_accepted_and_its_role_is_the_name_of_a_file(own):
+def test_a_logger_of_ones_own_is_accepted_and_one_named_twice_or_a_port_that_is_taken_is_refused(own):
     check_observers(make_run(logging={"backends": {f"{own}:Mine": {"color": "blue"}}}))
     assert role_of("my/own.py:Mine") == "logger-my-own.py-Mine"
-
-
-def test_settings_that_contradict_each_other_are_refused():
     with pytest.raises(msgspec.ValidationError, match="name each once"):
         make_run(logging={"backends": ["wandb", "wandb"]})
-
-
-def test_a_port_that_is_taken_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"metrics.prometheus_port must be free .* got {port}"):

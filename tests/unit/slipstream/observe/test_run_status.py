@@ -269,7 +269,7 @@ def drawn(status: RunStatus, *, width: int = 160) -> str:
     return console.file.getvalue()
 
 
-def test_each_role_has_a_line():
+def test_each_living_role_and_the_newest_departed_ones_have_a_line_and_a_broker_the_command_that_joins():
     lines = [" ".join(line.split()) for line in drawn(status_of()).splitlines()]
     rows = {line.partition(" ")[0]: line for line in reversed(lines)}
     assert rows["generator-0"] == "generator-0 node:7 2 1 5,210 32/64 0s 2 0s ready"
@@ -279,6 +279,13 @@ def test_each_role_has_a_line():
     nothing = drawn(status_of({}))
     assert "no role has reported yet" in nothing
     assert "all roles for the broker" in nothing
+    gone = {f"generator-{age}": (age, {"role": "generator", "state": "gone"}) for age in range(1, 10)}
+    text = drawn(status_of(gone))
+    assert ("generator-4 " in text, "generator-5 " in text, "and 5 more that are gone" in text) == (True, False, True)
+    text = drawn(status_of({"broker": (0.5, {"role": "broker", "state": "ready", "address": "tcp://10.0.0.5:20000"})}))
+    command = "SLIPSTREAM_TOKEN=... python -m slipstream.generators broker.address=tcp://10.0.0.5:20000"
+    assert f"{command}, with the token of the run" in text
+    assert "join" not in drawn(status_of())
 
 
 def test_waits_queue_events_and_groups_rejected_by_a_filter_are_shown():
@@ -303,21 +310,8 @@ def test_waits_queue_events_and_groups_rejected_by_a_filter_are_shown():
     assert "97 rows, 41 skipped_too_hard, 3 skipped_too_easy" in shown
 
 
-def test_only_the_newest_departed_roles_are_shown():
-    gone = {f"generator-{age}": (age, {"role": "generator", "state": "gone"}) for age in range(1, 10)}
-    text = drawn(status_of(gone))
-    assert ("generator-4 " in text, "generator-5 " in text, "and 5 more that are gone" in text) == (True, False, True)
-
-
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_reported_text_cannot_add_markup_or_control_characters(width):
     hostile = {"role": "generator", "state": "\x1b[2J[bold]", "reason": "[/nonsense]\x07"}
     status = status_of(make_reports() | {"[red]g": (0, hostile)}, events=[Event(0, "x", "\x1b[31m[/]")])
     assert not {"\x1b", "\x07"} & set(drawn(status, width=width))
-
-
-def test_a_broker_that_other_machines_reach_is_shown_with_the_command_that_joins():
-    text = drawn(status_of({"broker": (0.5, {"role": "broker", "state": "ready", "address": "tcp://10.0.0.5:20000"})}))
-    command = "SLIPSTREAM_TOKEN=... python -m slipstream.generators broker.address=tcp://10.0.0.5:20000"
-    assert f"{command}, with the token of the run" in text
-    assert "join" not in drawn(status_of())

@@ -32,7 +32,7 @@ def test_an_expected_error_is_one_line_on_stderr_and_exit_code_2(error, capsys):
     assert capsys.readouterr() == ("", "error: x must be 1, got 2\n")
 
 
-def test_a_restartable_error_is_exit_code_75_and_an_interrupted_command_says_so(capsys) -> None:
+def test_a_restartable_error_is_exit_code_75_an_interrupted_command_says_so_and_a_decorated_one_runs_twice(capsys):
     with pytest.raises(SystemExit) as caught, fail_cleanly(FaultError, restartable=(FaultError,)):
         raise FaultError("the claim lapsed")
     assert caught.value.code == 75
@@ -47,6 +47,12 @@ def test_a_restartable_error_is_exit_code_75_and_an_interrupted_command_says_so(
     with pytest.raises(SystemExit) as caught, fail_cleanly():
         run_app(app, ["wait"], program="program")
     assert (caught.value.code, capsys.readouterr().err.strip()) == (130, "interrupted")
+
+    @fail_cleanly()
+    def double(number: int) -> int:
+        return 2 * number
+
+    assert (double(1), double(2)) == (2, 4)
 
 
 @cases(
@@ -81,14 +87,6 @@ def test_a_role_whose_path_is_refused_is_restarted_once(monkeypatch: pytest.Monk
 def test_a_bug_keeps_its_traceback(error: Exception) -> None:
     with pytest.raises(type(error)), fail_cleanly(FaultError):
         raise error
-
-
-def test_it_decorates_a_function_that_can_be_called_twice() -> None:
-    @fail_cleanly()
-    def double(number: int) -> int:
-        return 2 * number
-
-    assert (double(1), double(2)) == (2, 4)
 
 
 @cases("error", PackageNotFoundError("torch"), ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn"))

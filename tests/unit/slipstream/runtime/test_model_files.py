@@ -197,7 +197,7 @@ def test_an_image_takes_as_many_tokens_as_it_has_squares(folder: Path) -> None:
         vision.expand([3, *PLACE], [data, data])
 
 
-def test_other_models_are_refused_by_name(tmp_path: Path, folder: Path) -> None:
+def test_other_models_are_refused_by_name_and_a_damaged_image_when_it_is_decoded(tmp_path: Path, folder: Path) -> None:
     text = make_tiny_model(tmp_path / "text")
     assert takes_images(str(folder))
     assert not takes_images(str(text))
@@ -207,6 +207,8 @@ def test_other_models_are_refused_by_name(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "other" / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
     with pytest.raises(ConfigError, match=r"a vision-language model of another family \(gemma3\)"):
         VisionModel(str(tmp_path / "other")).token_id  # noqa: B018
+    with pytest.raises(ConfigError, match="must be complete"):
+        VisionModel(str(folder)).patches(make_picture(64, 64)[:-500])
 
 
 def _bomb(side: int) -> bytes:
@@ -228,11 +230,6 @@ def _bomb(side: int) -> bytes:
 def test_what_is_no_image_or_too_large_a_one_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         open_image(data)
-
-
-def test_a_damaged_image_is_found_when_it_is_decoded(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="must be complete"):
-        VisionModel(str(folder)).patches(make_picture(64, 64)[:-500])
 
 
 def test_images_come_from_bytes_or_from_within_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

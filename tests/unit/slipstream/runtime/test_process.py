@@ -91,7 +91,7 @@ def make_limiter() -> tuple[LogLimiter, list, FakeClock]:
     return LogLimiter(lambda event, **details: lines.append((event, details)), clock=clock), lines, clock
 
 
-def test_the_first_lines_of_a_kind_are_written_and_the_next_are_counted():
+def test_the_first_lines_of_a_kind_are_written_and_the_next_counted_in_a_few_lines_that_add_up():
     limiter, lines, clock = make_limiter()
     assert all(limiter.log("refused", "token", peer=number) for number in range(BURST))
     assert not limiter.log("refused", "token", peer="b")
@@ -103,9 +103,6 @@ def test_the_first_lines_of_a_kind_are_written_and_the_next_are_counted():
         ("refused", {"kind": "schema", "peer": "c"}),
         ("refused", {"kind": "token", "peer": "e", "more": 2}),
     ]
-
-
-def test_a_minute_of_a_flood_gives_a_few_lines_that_add_up():
     limiter, lines, clock = make_limiter()
     for _ in range(6000):
         limiter.log("frame", "malformed", peer="a")

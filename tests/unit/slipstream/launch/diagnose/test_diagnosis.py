@@ -4,6 +4,7 @@ import json
 import tarfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
 from tests.cases import cases
 from tests.fakes import write_rows
+from tests.runs import exit_code
 from tests.unit.slipstream.launch.diagnose.test_machine import assert_found, by_name
 
 GOOD = Result("memory", "ok", "19.8 GiB free")
@@ -128,10 +130,8 @@ def test_a_run_folder_that_hangs_ends_the_command(monkeypatch, capsys):
     released = threading.Event()
     monkeypatch.setattr(diagnosis, "choose", lambda _: released.wait(60))
     monkeypatch.setattr(diagnosis, "_READ_TIMEOUT_S", 0.05)
-    with pytest.raises(SystemExit) as caught:
-        main(["diagnose"])
+    assert exit_code("diagnose") == 2
     released.set()
-    assert caught.value.code == 2
     assert "must be readable within 0.05 s" in capsys.readouterr().err
 
 
@@ -158,11 +158,7 @@ def test_only_a_failure_changes_the_exit_code(verdict, code, monkeypatch, capsys
         return Result("memory", verdict, "[b]none[/b]", fix="buy some")  # type: ignore[arg-type]
 
     plant(monkeypatch, Check("memory", check))
-    ended = 0
-    try:
-        main(["diagnose", "--json"])
-    except SystemExit as end:
-        ended = int(end.code or 0)
+    ended = exit_code("diagnose", "--json")
     printed = json.loads(capsys.readouterr().out)
     assert (ended, [each["verdict"] for each in printed["checks"]]) == (code, [verdict])
 
@@ -211,9 +207,7 @@ def test_the_files_of_another_users_run_end_no_diagnosis(folder: Path, monkeypat
 @pytest.mark.parametrize("name", ["report.zip", "there.tar.gz", "none/report.tar.gz"])
 def test_a_bundle_replaces_nothing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "there.tar.gz").write_text("mine")
-    with pytest.raises(SystemExit) as caught:
-        main(["diagnose", "--bundle", name])
-    assert caught.value.code == 2
+    assert exit_code("diagnose", "--bundle", name) == 2
     assert f"got {name}" in capsys.readouterr().err
     assert (tmp_path / "there.tar.gz").read_text() == "mine"
 
@@ -228,9 +222,7 @@ def test_a_full_disk_leaves_no_half_bundle(tmp_path, monkeypatch, capsys):
         assert len(archive.getnames()) == 4, "that of no run"
     (tmp_path / "whole.tar.gz").unlink()
     monkeypatch.setattr(tarfile.TarFile, "addfile", full)
-    with pytest.raises(SystemExit) as caught:
-        main(["diagnose", "--bundle", "report.tar.gz"])
-    assert (caught.value.code, list(tmp_path.iterdir())) == (2, [])
+    assert (exit_code("diagnose", "--bundle", "report.tar.gz"), list(tmp_path.iterdir())) == (2, [])
     assert "No space left on device" in capsys.readouterr().err
 
 
@@ -274,10 +266,11 @@ def test_a_whole_model_passes_and_a_damaged_config_or_none_does_not(model: Path,
         check_model_folder(run_of(tmp_path / "none"))
 
 
-def test_weights_must_be_whole(model: Path) -> None:
-    def weights() -> Result:
-        return by_name(check_model_folder(run_of(model)))["weights"]
+def test_weights_must_be_whole_and_a_tokenizer_must_fit_the_model(model: Path) -> None:
+    def check(name: str) -> Result:
+        return by_name(check_model_folder(run_of(model)))[name]
 
+    weights, tokenizer = partial(check, "weights"), partial(check, "tokenizer")
     parts = {"a": "model.safetensors", "c": "model.safetensors", "d": "model-2.safetensors"}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
     assert weights().found == "model.safetensors lacks 1 tensors, such as c; model-2.safetensors is missing"
@@ -291,11 +284,6 @@ def test_weights_must_be_whole(model: Path) -> None:
     assert "neither model.safetensors nor its index" in weights().found
     (model / "pytorch_model.bin").touch()
     assert weights().verdict == "warn"
-
-
-def test_a_tokenizer_must_fit_the_model(model: Path) -> None:
-    def tokenizer() -> Result:
-        return by_name(check_model_folder(run_of(model)))["tokenizer"]
 
     (model / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 2}))
     assert_found(tokenizer(), "fail", "token 2 has no embedding: config.json has vocab_size 2")

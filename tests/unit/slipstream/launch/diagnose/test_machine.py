@@ -64,10 +64,14 @@ def test_versions_are_compared(theirs: dict[str, str] | None, verdict: str, foun
     assert_found(machine.check_versions(make_run(), OWN, theirs), verdict, found)
 
 
-def test_a_missing_vllm_fails_only_where_the_run_uses_it() -> None:
+def test_a_missing_library_fails_only_where_the_run_uses_it() -> None:
     assert_found(machine.check_versions(make_run(), WITHOUT_VLLM), "ok")
     run = make_run(generators={"engine": {"kind": "vllm"}})
     assert_found(machine.check_versions(run, WITHOUT_VLLM), "fail", "no vllm")
+    bare = {"torch": "2.13.0+cpu", "redis": "8.1.0"}
+    assert check_packages(make_run(), bare, STATED).verdict == "ok"
+    with_ray = make_run(cluster={"kind": "ray", "interface": "10.0.0.0/8"})
+    assert check_packages(with_ray, bare, STATED).found == "missing: ray"
 
 
 def test_the_model_must_be_that_of_the_broker_and_one_of_the_hub_may_be_fetched(tmp_path: Path) -> None:
@@ -93,15 +97,12 @@ def test_the_token_is_missed_only_where_a_run_is_joined(tmp_path: Path, monkeypa
     assert_found(machine.check_token(exposed, is_joining=True), "fail")
 
 
-def test_the_interface_is_named_or_those_that_there_are() -> None:
+def test_the_interface_is_named_and_ports_in_use_or_of_the_kernel_are_told(tmp_path: Path) -> None:
     assert machine.check_interface(ClusterConfig(interface=LOOPBACK)).found == "127.0.0.1 (lo) in 127.0.0.0/8"
     assert "127.0.0.1 (lo)" in machine.check_interface(ClusterConfig()).found
     absent = ClusterConfig(interface="203.0.113.0/24")
     assert_found(machine.check_interface(absent), "fail", "127.0.0.1 (lo)")
     assert_found(machine.check_ports(absent), "warn")
-
-
-def test_ports_in_use_are_not_free_and_those_of_the_kernel_are_told(tmp_path: Path) -> None:
     (tmp_path / "range").write_text("32768\t60999\n")
     (tmp_path / "low").write_text("15000\t64000\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -299,13 +300,6 @@ def test_the_requirements_are_those_of_pyproject_with_their_extras() -> None:
 )
 def test_versions_are_compared_with_those_that_are_tested(installed: dict[str, str], verdict: str, found: str) -> None:
     assert_found(check_packages(VLLM_RUN, installed, STATED), verdict, found)
-
-
-def test_what_a_run_does_not_use_may_be_missing() -> None:
-    bare = {"torch": "2.13.0+cpu", "redis": "8.1.0"}
-    assert check_packages(make_run(), bare, STATED).verdict == "ok"
-    with_ray = make_run(cluster={"kind": "ray", "interface": "10.0.0.0/8"})
-    assert check_packages(with_ray, bare, STATED).found == "missing: ray"
 
 
 @cases(

@@ -21,21 +21,17 @@ from slipstream.buffer.archive.index import LedgerWriter, ManifestWriter
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.cli import main
 from slipstream.observe.catalog.catalog import open_catalog
 from tests.builders import make_finished, make_run, write_archive
 from tests.cases import cases
 from tests.recorded_run import record_run
+from tests.runs import exit_code
 from tests.unit.buffer.archive.test_archive import make_step
 
 
 def run(*arguments: object) -> int:
-    """Return the exit code."""
-    try:
-        main(["data", *(str(argument) for argument in arguments)])
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
+    """Return the exit code of a command of `slipstream data`."""
+    return exit_code("data", *arguments)
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
@@ -161,16 +157,13 @@ def test_an_impossible_export_is_refused(archive, capsys, out, rule):
     assert Path("taken.jsonl").read_text() == "precious"
 
 
-def test_a_run_whose_store_cannot_be_read_is_read_from_its_archive_with_the_reason(archive, capsys):
+def test_a_damaged_shard_is_reported_by_verify_and_a_store_that_cannot_be_read_with_the_reason(archive, capsys):
     assert run("ls", "test", "--where", "outcome=retired") == 1
     out, err = capsys.readouterr()
     assert err.startswith("warning: only the archive is read: run 'test' must have a store, but")
     assert [line.split()[0] for line in out.splitlines()] == ["group", "1", "0"]
     assert run("refused", "test") == 2
     assert "only a store has rejected frames" in capsys.readouterr().err
-
-
-def test_an_archive_is_verified_and_a_damaged_shard_is_reported_and_the_others_are_shown(archive, capsys):
     lines = ["2 shards, 3 groups, 6 trajectories, 0 steps", "damaged=0 duplicated=0 missing=0"]
     assert printed(capsys, "verify", archive) == lines
     shard = archive / "shard-00000001.parquet"
@@ -267,29 +260,23 @@ def test_what_was_exported_comes_back_as_it_was(rounded, capsys, file):
     assert run("verify", "again") == 0
 
 
-def test_filtered_exports_and_edited_lines_make_one_archive(rounded):
+def test_a_file_of_another_tool_or_edited_lines_or_a_rollout_of_six_fields_becomes_an_archive(rounded):
     run("export", rounded, "a.parquet", "--where", "outcome=rejected")
     run("export", rounded, "b.jsonl", "--where", "step=1")
     rows = [json.loads(line) for line in Path("b.jsonl").read_text().splitlines()]
     file = write_lines(*(row for row in rows if row["reward"]["total"] < 0.5))
     assert run("import", "a.parquet", file, "--into", "again") == 0
     assert sorted(facts(Path("again"))) == sorted([*facts(rounded)[:2], *facts(rounded)[4:]])
-
-
-def test_a_parquet_file_written_by_another_tool_is_imported(rounded):
     run("export", rounded, "out.parquet")
     table = pq.read_table("out.parquet")
     ids = table["token_ids"].cast(pa.large_list(pa.int64()))
     place = table.schema.get_field_index("token_ids")
     changed = table.replace_schema_metadata(None).set_column(place, "token_ids", ids)
     pq.write_table(changed.append_column("note", pa.array(["x"] * 6)), "edited.parquet")
-    assert run("import", "edited.parquet", "--into", "again") == 0
-    assert facts(Path("again")) == facts(rounded)
-
-
-def test_a_rollout_from_elsewhere_needs_six_fields(rounded):
-    assert run("import", write_lines(MINIMAL, MINIMAL | {"index": 1}), "--into", "again") == 0
-    first, second = Archive(Path("again")).read()
+    assert run("import", "edited.parquet", "--into", "edited") == 0
+    assert facts(Path("edited")) == facts(rounded)
+    assert run("import", write_lines(MINIMAL, MINIMAL | {"index": 1}), "--into", "six") == 0
+    first, second = Archive(Path("six")).read()
     assert (first.trajectory.id, second.trajectory.id) == ("17-0-0", "17-0-1")
     assert (first.state, first.steps, first.versions) == ("retired", [], [0])
     assert first.trajectory.version_spans == [VersionSpan(2, 0)]
@@ -467,12 +454,7 @@ def damaged(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def called(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str]:
     """(exit code, all that was printed)."""
-    code = 0
-    try:
-        main(command.split())
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    return code, "".join(capsys.readouterr())
+    return exit_code(*command.split()), "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)

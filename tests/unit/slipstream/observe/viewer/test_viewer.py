@@ -10,7 +10,6 @@ from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
 from slipstream.buffer.trajectory import Reward
-from slipstream.cli import main
 from slipstream.observe.catalog.catalog import open_catalog
 from slipstream.observe.viewer.list_screen import ListScreen, RowList, ViewerApp
 from slipstream.observe.viewer.screens import (
@@ -23,6 +22,7 @@ from slipstream.observe.viewer.screens import (
     page_of,
 )
 from tests.builders import make_finished, write_archive
+from tests.runs import exit_code
 from tests.unit.slipstream.observe.catalog.test_catalog import byte_tokenizer, group
 
 LETTERS = (*"abcdefgh", "[red]", "Ċ", "ě", "l")
@@ -192,16 +192,13 @@ async def test_what_is_archived_meanwhile_appears(pilot, archive):
     assert "the files must stay where they were opened" in shown(pilot, "#status")
 
 
-def test_a_long_trajectory_is_shown_in_pages(archive: Path, tmp_path: Path) -> None:
+def test_a_long_trajectory_is_shown_in_pages_and_without_a_terminal_the_command_says_what_prints(
+    archive, tmp_path, capsys
+):
     with open_catalog(str(archive)) as catalog:
         detail = catalog.trajectory("1-0-0")
     assert detail is not None
     assert page_of(detail, name="").plain == "0 1 2 3 4 5 6 7 8 9 10 11 ", "ids without a tokenizer"
     assert page_of(detail, name="", first=10, size=TOKENS_AT_ONCE).plain == "10 11 "
-
-
-def test_without_a_terminal_the_command_says_what_prints(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["view", str(archive)])
-    assert ended.value.code == 2
+    assert exit_code("view", archive) == 2
     assert "must run in a terminal" in capsys.readouterr().err
