@@ -180,15 +180,8 @@ def test_an_undecodable_answer_of_the_broker_refuses_the_peer_with_a_reason(scen
 NUM_GROUPS = 100
 
 
-class FullStore(MemoryStore):
-    """Refuses all trajectories, like Redis without memory."""
-
-    def insert(self, trajectories, *, guest=""):
-        return [Insertion(outcome="refused", reason="store_full") for _ in trajectories]
-
-
-def make_ingest(store_class: type[MemoryStore] = MemoryStore) -> tuple[Ingest, MemoryStore]:
-    store = store_class()
+def make_ingest() -> tuple[Ingest, MemoryStore]:
+    store = MemoryStore()
     store.open_run("run", config_json="{}", num_rows=8, seed=0)
     store.set_phase("training")
     store.lease(owner="g", max_groups=NUM_GROUPS, group_size=2, lease_s=60.0, admission_limit=NUM_GROUPS)
@@ -202,17 +195,13 @@ def put(ingest: Ingest, sender: bytes, *, groups: range, index: int = 0) -> set[
     return {header.id for header, _ in packed}
 
 
-def stored(store: MemoryStore) -> set[str]:
-    return {member.id for group in store._groups.values() for member in group.members.values()}
-
-
 @pytest.mark.parametrize("num_groups", [1, 49, 50, 51, NUM_GROUPS])
 def test_what_is_acknowledged_is_stored_id_by_id_however_large_the_batch(num_groups: int):
     ingest, store = make_ingest()
     sent = put(ingest, b"g", groups=range(num_groups))
     acknowledged = [each for _, answer in ingest.flush() if isinstance(answer, Ack) for each in answer.ids]
     assert sorted(acknowledged) == sorted(sent)
-    assert stored(store) == sent
+    assert {member.id for group in store._groups.values() for member in group.members.values()} == sent
     assert store.counts().accepted == num_groups
 
 
@@ -224,7 +213,9 @@ def test_every_sender_is_acknowledged_its_own():
 
 
 def test_what_a_full_store_refuses_is_to_be_sent_again():
-    ingest, _ = make_ingest(FullStore)
+    ingest, store = make_ingest()
+    refused = Insertion(outcome="refused", reason="store_full")
+    store.insert = lambda trajectories, *, guest="": [refused for _ in trajectories]
     (trajectory_id,) = put(ingest, b"g", groups=range(1))
     ((identity, nack),) = ingest.flush()
     assert isinstance(nack, Nack)

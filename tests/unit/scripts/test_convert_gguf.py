@@ -23,35 +23,26 @@ def write_gguf(path: Path) -> np.ndarray:
     gguf = pytest.importorskip("gguf")
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(WIDTH)
-    writer.add_feed_forward_length(WIDTH)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(4)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<end>", "a", "b", "ab"])
-    writer.add_token_merges(["a b"])
-    writer.add_token_types([3, 1, 1, 1])
-    writer.add_eos_token_id(0)
-    writer.add_chat_template(TEMPLATE)
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": WIDTH, "feed_forward_length": WIDTH}
+    sizes |= {"head_count": 2, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e4, "vocab_size": 4}
+    tokens = {"tokenizer_model": "gpt2", "token_list": ["<end>", "a", "b", "ab"], "token_merges": ["a b"]}
+    tokens |= {"token_types": [3, 1, 1, 1], "eos_token_id": 0, "chat_template": TEMPLATE}
+    for name, value in (sizes | tokens).items():
+        getattr(writer, f"add_{name}")(value)
     embedding = random.normal(size=(4, WIDTH)).astype(np.float32)
-    writer.add_tensor(
-        "token_embd.weight",
-        gguf.quants.quantize(embedding, gguf.GGMLQuantizationType.Q8_0),
-        raw_dtype=gguf.GGMLQuantizationType.Q8_0,
-    )
+    kind = gguf.GGMLQuantizationType.Q8_0
+    writer.add_tensor("token_embd.weight", gguf.quants.quantize(embedding, kind), raw_dtype=kind)
     for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
         writer.add_tensor(f"{name}.weight", np.ones(WIDTH, np.float32))
     for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
         writer.add_tensor(f"blk.0.{name}.weight", random.normal(size=(WIDTH, WIDTH)).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
     return embedding
 
 

@@ -71,10 +71,6 @@ def put(peer: FakePeer, *packed) -> list:
     return peer.exchange(Put([header for header, _ in packed]), *(payload for _, payload in packed))
 
 
-def subject_of(order: Audit) -> str:
-    return unpack(order.payload).id
-
-
 def ordered(peer: FakePeer) -> list[Audit]:
     return [message for message in peer.receive() if isinstance(message, Audit)]
 
@@ -145,7 +141,7 @@ def test_a_liar_is_quarantined_with_its_groups_drained_and_may_not_come_back(sce
 def test_a_check_counts_once_and_only_from_whoever_was_ordered(scene: RouterScene):
     first, second, guest = own(scene), own(scene, "g1"), join(scene)
     give_answers(scene, guest)
-    lies = {peer: [subject_of(order) for order in ordered(peer)] for peer in (first, second)}
+    lies = {peer: [unpack(order.payload).id for order in ordered(peer)] for peer in (first, second)}
     own_lie, *others = lies[first]
     for name in (*others, *others, *lies[second]):
         (second if name in others else first).exchange(Audited(AnswerCheck(name, lie=LIE)))

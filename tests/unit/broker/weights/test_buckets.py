@@ -30,11 +30,6 @@ from tests.unit.broker.weight_versions import announce, pack
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 
 
-def make_tensor(shape: list[int], dtype: torch.dtype, *, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-100, 100, shape, generator=generator).to(dtype)
-
-
 def layout(tensors: list[tuple[str, Tensor]], *, bucket_bytes: int) -> tuple[list[TensorSlot], list[int]]:
     return buckets.plan([(name, t.shape, t.dtype) for name, t in tensors], bucket_bytes=bucket_bytes)
 
@@ -54,7 +49,9 @@ SHAPES = st.lists(st.integers(0, 7), max_size=3)
     bucket_bytes=st.sampled_from([64, 200, 1024, 1 << 20]),
 )
 def test_tensors_are_unpacked_as_they_were_packed(specs, bucket_bytes) -> None:
-    tensors = [(f"t{i}", make_tensor(shape, dtype, seed=i)) for i, (shape, dtype) in enumerate(specs)]
+    seeded = [torch.Generator().manual_seed(seed) for seed in range(len(specs))]
+    drawn = [torch.randint(-100, 100, shape, generator=each) for (shape, _), each in zip(specs, seeded, strict=True)]
+    tensors = [(f"t{i}", tensor.to(dtype)) for i, (tensor, (_, dtype)) in enumerate(zip(drawn, specs, strict=True))]
     slots, sizes = layout(tensors, bucket_bytes=bucket_bytes)
     packed = pack(tensors, slots, sizes)
     assert [bucket.numel() for bucket in packed] == sizes

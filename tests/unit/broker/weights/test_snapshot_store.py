@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import Update
 from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights import host_weights, snapshots
 from slipstream.broker.weights.host_weights import HostWeights
@@ -167,18 +166,14 @@ def test_a_bucket_that_changed_entirely_is_read_whole_beside_deltas(store: Snaps
     weights = HostWeights()
     fill(store, [1])
     before = update_to(weights, store, 1)
-    update, packed = make_half_changed(2)
+    update, packed = make_version(2, moved=200)
+    changed = torch.Generator().manual_seed(1)
+    packed[0] = torch.randint(0, 256, packed[0].shape, dtype=torch.uint8, generator=changed)
+    update = make_update(2, update.slots, packed)
     store.put(update, packed, with_delta=True)
     weights.update_to(store, Manifest.of(update), with_deltas=True, timeout_s=1.0)
     assert all(torch.equal(got, expected) for got, expected in zip(weights.tensors, packed, strict=True))
     assert NUM_BYTES / 3 < weights.num_bytes - before < NUM_BYTES / 2
-
-
-def make_half_changed(version: int) -> tuple[Update, list[Tensor]]:
-    """A version with a random first bucket and few changes in the others."""
-    update, packed = make_version(version, moved=100 * version)
-    packed[0] = torch.randint(0, 256, packed[0].shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    return make_update(version, update.slots, packed), packed
 
 
 def test_a_damaged_snapshot_is_refused_and_no_version_is_held(store: SnapshotStore) -> None:
