@@ -210,7 +210,10 @@ def test_a_variant_is_chosen_as_an_option_only(override: str) -> None:
         "optimizer on the device of the model.",
     ),
     ("learner.device=tpu", "learner.device must be one of auto, cpu, cuda, got 'tpu'."),
-    ("model=3", "model must be a record, got 3. Set its fields, such as model.path."),
+    (
+        "learner.optimizer=3",
+        "learner.optimizer must be a record, got 3. Set its fields, such as learner.optimizer.name.",
+    ),
     ("evaluation.stop=3", "evaluation.stop must be a list or null, got 3."),
     ("learner.optimizer.betas=[1,2,3]", "learner.optimizer.betas must be a list of length 2, got [1, 2, 3]."),
     ("name=2", "name must be a string, got 2. Quote it: \"name='2'\"."),
