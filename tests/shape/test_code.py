@@ -26,10 +26,18 @@ QUESTION = re.compile(r"(What|Whose|Who|Whom|Of|Which|Where|How|When|Why)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|Users|root|work)/\w")
 
 
-def test_no_module_is_longer_than_600_lines() -> None:
+def test_modules_functions_and_folders_are_short_and_have_names_that_say_something() -> None:
     # A contract stays one list of tests for every twin, however long it gets.
     lengths = {path: len(text(path).splitlines()) for path in paths(".py") if not path.startswith("tests/contract/")}
     assert_none([f"{path}: {length} lines" for path, length in lengths.items() if length > MAX_MODULE_LINES])
+    functions = nodes(ast.FunctionDef, ast.AsyncFunctionDef)
+    lengths = [(f"{place} {node.name}", node.end_lineno - node.lineno + 1) for place, node in functions]
+    assert_none([f"{place}: {length} lines" for place, length in lengths if length > MAX_FUNCTION_LINES])
+    # Folders of tests mirror the modules, with more than one file for some of them.
+    modules = [PurePosixPath(path) for path in paths(".py") if not path.startswith("tests/")]
+    counts = Counter(module.parent for module in modules if module.name != "__init__.py")
+    assert_none([f"{folder}/: {count} modules" for folder, count in counts.items() if count > MAX_FOLDER_MODULES])
+    assert_none([path for path in paths(".py") if PurePosixPath(path).stem.lower() in BANNED_STEMS])
 
 
 def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
@@ -40,36 +48,16 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
                 yield f"{path}:{node.lineno}", node
 
 
-def test_no_function_is_longer_than_60_lines() -> None:
-    functions = nodes(ast.FunctionDef, ast.AsyncFunctionDef)
-    lengths = [(f"{place} {node.name}", node.end_lineno - node.lineno + 1) for place, node in functions]
-    assert_none([f"{place}: {length} lines" for place, length in lengths if length > MAX_FUNCTION_LINES])
-
-
-def test_no_folder_holds_more_than_16_modules() -> None:
-    # Folders of tests mirror the modules, with more than one file for some of them.
-    modules = [PurePosixPath(path) for path in paths(".py") if not path.startswith("tests/")]
-    counts = Counter(module.parent for module in modules if module.name != "__init__.py")
-    assert_none([f"{folder}/: {count} modules" for folder, count in counts.items() if count > MAX_FOLDER_MODULES])
-
-
 def test_no_command_line_takes_abbreviations() -> None:
     # `--jso` would become another option with the next one that begins so.
     parsers = [(place, node) for place, node in nodes(ast.Call) if ast.unparse(node.func).endswith("ArgumentParser")]
     assert_none([place for place, node in parsers if "allow_abbrev=False" not in ast.unparse(node)])
 
 
-def test_no_module_has_a_name_that_says_nothing() -> None:
-    assert_none([path for path in paths(".py") if PurePosixPath(path).stem.lower() in BANNED_STEMS])
-
-
-def test_every_module_has_a_docstring() -> None:
+def test_every_module_has_a_docstring_and_none_opens_with_a_question_word() -> None:
     # The names of tests are sentences: a test module may do without one more.
     modules = [path for path in paths(".py") if text(path).strip() and not PurePosixPath(path).name.startswith("test_")]
     assert_none([path for path in modules if not ast.get_docstring(syntax(path))])
-
-
-def test_no_docstring_opens_with_a_question_word() -> None:
     # Every string that stands alone: of modules, classes, functions, fields and constants.
     strings = [(place, node.value.value) for place, node in nodes(ast.Expr) if isinstance(node.value, ast.Constant)]
     lines = [(place, words.strip().splitlines()[0]) for place, words in strings if isinstance(words, str)]
@@ -230,11 +218,8 @@ def is_program(file: str, program: str) -> bool:
     return True
 
 
-def test_there_are_thirty_mutants_of_either_kind_and_every_one_has_a_name_of_its_own():
+def test_there_are_thirty_mutants_of_either_kind_with_own_names_and_chaos_misses_some_for_a_reason():
     assert all(len(read_mutants(kind)) >= 30 for kind in KINDS)
     assert len(MUTANTS) == len({mutant.name for mutant in MUTANTS})
-
-
-def test_what_chaos_cannot_see_is_a_mutant_with_a_reason():
     unseen = tomllib.loads(text("tests/mutants/delivery.toml"))["unseen_by_chaos"]
     assert set(unseen) == {mutant.name for mutant in read_mutants("delivery") if mutant.unseen}

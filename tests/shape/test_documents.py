@@ -67,10 +67,13 @@ def test_every_document_is_in_the_menu_of_the_site_once() -> None:
     assert sorted(menu) == sorted([*pages, "docs/decisions/index.md"])
 
 
-def test_every_link_of_a_document_leads_somewhere() -> None:
+def test_every_link_and_every_file_that_a_document_names_exists() -> None:
     links = [(page, target) for page in paths(".md") for target in LINK.findall(text(page))]
     relative = [(page, target) for page, target in links if not re.match(r"[a-z]+:", target)]
     assert_none([f"{page}: {target}" for page, target in relative if not exists(page, target)])
+    pages = [page for page in paths(".md") if page != "CHANGELOG.md"]
+    named = [(page, path) for page in pages for path in PATH.findall(text(page))]
+    assert_none([f"{page}: {path}" for page, path in named if not (ROOT / path).exists() and not exists(page, path)])
 
 
 def exists(page: str, target: str) -> bool:
@@ -84,12 +87,6 @@ def anchors(page: str) -> set[str]:
     """Anchors that the headings of a page get: lower case, hyphens for spaces, no punctuation."""
     headings = re.findall(r"^#+ +(.*)$", page, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_every_file_that_a_document_names_exists() -> None:
-    pages = [page for page in paths(".md") if page != "CHANGELOG.md"]
-    named = [(page, path) for page in pages for path in PATH.findall(text(page))]
-    assert_none([f"{page}: {path}" for page, path in named if not (ROOT / path).exists() and not exists(page, path)])
 
 
 def test_every_test_that_a_document_names_exists_and_every_attack_has_one() -> None:
@@ -146,20 +143,13 @@ def is_program(module: str) -> bool:
     return (path / "__main__.py").is_file() or path.with_suffix(".py").is_file()
 
 
-def test_every_documented_metric_is_named_in_the_code() -> None:
-    """That each one that is emitted is documented, is tested where it is emitted."""
+def test_every_documented_metric_is_named_in_the_code_with_its_range_and_every_status_key_documented() -> None:
     named = {word for path in paths(".py") if not path.startswith("tests/") for word in WORD.findall(text(path))}
     last_names = {key: re.sub(r"_(?:sampled|greedy)$", "", key.rpartition("/")[2]) for key in keys_under()}
     assert_none([key for key, name in sorted(last_names.items()) if "<" not in key and name not in named])
-
-
-def test_the_range_of_a_metric_that_is_watched_is_the_one_documented() -> None:
     documented = dict(rows("docs/metrics.md"))
     ranges = {key: (re.sub("by_lag/[^/]+/", "", key), str(watched)) for key, watched in RANGES.items()}
     assert_none([f"{key}: {watched}" for key, (row, watched) in ranges.items() if watched not in documented[row]])
-
-
-def test_every_status_key_is_documented_in_the_order_it_comes() -> None:
     assert [*RunStatus.__struct_fields__, *RoleStatus.__struct_fields__] == [key for key, _ in rows("docs/status.md")]
 
 
@@ -224,15 +214,12 @@ def test_the_image_is_made_of_instructions_stages_and_extras_that_there_are() ->
     assert ("ARG", "BUILD=gpu") in INSTRUCTIONS
 
 
-def test_the_image_runs_without_root_as_the_user_of_the_manifests() -> None:
+def test_the_image_runs_without_root_as_the_user_of_the_manifests_and_gets_no_secret() -> None:
     users = [rest for word, rest in FINAL if word == "USER"]
     assert users == ["1000:1000"], "securityContext.runAsUser of slipstream/cluster/manifests.yaml"
     at = FINAL.index(("USER", users[0]))
     assert all(word in ("WORKDIR", "CMD") for word, _ in FINAL[at + 1 :])
     assert ("WORKDIR", "/workspace") in FINAL
-
-
-def test_no_secret_gets_into_the_image() -> None:
     assert not re.search(r"(?i)\b\w*(token|password|secret|api_?key|credential)\w*=", text("Dockerfile"))
     # The final stage takes no files of the checkout, whose first stage is thrown away.
     assert all("--from=build" in rest for word, rest in FINAL if word == "COPY")

@@ -76,12 +76,9 @@ def test_members_of_a_group_share_a_prompt_and_responses_end_with_their_first_en
         assert (member.stop_reason == "stop") == (response[-1] == 1)
 
 
-def test_the_same_plan_gives_the_same_run(tmp_path: Path) -> None:
+def test_the_same_plan_gives_the_same_run_and_each_replayed_batch_makes_a_version(tmp_path: Path) -> None:
     first, second = ([p._replace(seconds=0.0) for p in make_lagging_run(tmp_path).points()] for _ in range(2))
     assert first == second
-
-
-def test_each_replayed_batch_makes_a_version(tmp_path: Path) -> None:
     run = make_lagging_run(tmp_path, lag=0, replay=2)
     labels = [run.step()[0][0].version_spans[0].version for _ in range(3)]
     assert labels == [0, 3, 6]

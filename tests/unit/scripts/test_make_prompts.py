@@ -96,7 +96,7 @@ def test_a_task_is_read_as_it_is_published(tmp_path, task, files, row, prompt, t
         assert (found.ground_truth, found.data_source) == (truth, data_source)
 
 
-def test_other_files_and_other_columns_are_refused(tmp_path: Path) -> None:
+def test_other_files_and_columns_and_tasks_that_cannot_be_graded_or_do_not_exist_are_refused(tmp_path: Path) -> None:
     publish(tmp_path, "other.jsonl", [{"q": "?"}])
     with pytest.raises(ConfigError, match=r"must hold train\*\.parquet or train\*\.jsonl, but has neither"):
         make_source("gsm8k", folder=tmp_path, out=tmp_path / "out")
@@ -104,9 +104,6 @@ def test_other_files_and_other_columns_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="row 1 of openai/gsm8k, train: it must have the published columns"):
         make_source("gsm8k", folder=tmp_path, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_tasks_that_cannot_be_graded_or_do_not_exist_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'boxnet' of reasoning-gym cannot be graded"):
         make_gym_task("boxnet", arguments={}, rows=1, heldout_rows=1, seed=0, out=tmp_path)
     with pytest.raises(SystemExit):

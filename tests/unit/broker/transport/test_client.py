@@ -147,7 +147,7 @@ def test_a_fatal_nack_removes_the_trajectory_and_a_refused_client_sends_no_more_
     assert received == [Refuse("id taken")]
 
 
-def test_a_bye_of_a_restarted_broker_is_answered_with_hello_at_once():
+def test_a_restarted_broker_is_answered_with_hello_at_once_and_gets_the_weight_order_again():
     client, broker, _, _ = make_pair()
     join(client, broker)
     client.put(*make_packed())
@@ -159,6 +159,21 @@ def test_a_bye_of_a_restarted_broker_is_answered_with_hello_at_once():
     deliver(client, broker, make_welcome("b2"))
     client.step(timeout_s=0)
     assert Put in [type(message) for message in broker.receive()]
+    client, broker, _, _ = make_pair()
+    join(client, broker)
+    first, second = Member("g0", "1"), Member("g1", "1")
+    order = OpenEpoch(1, [first, second], "127.0.0.1", 1, 1.0)
+    deliver(client, broker, members(first, second))
+    client.send(order)
+    deliver(client, broker, members(first, second))
+    assert broker.receive().count(order) == 1
+    broker.send(Bye())
+    broker.send(make_welcome("b2"))
+    for connected in ([], [first], [first], [first, second]):
+        broker.send(members(*connected))
+    client.step(timeout_s=0)
+    client.step(timeout_s=0)
+    assert broker.receive().count(order) == 2, "once for each that came"
 
 
 @cases(
@@ -175,24 +190,6 @@ def test_without_a_broker_requests_do_not_pile_up_and_returned_leases_wait(is_mo
     client.send(message)
     client.step(timeout_s=0)
     assert [type(each) for each in broker.receive()] == [Hello, *kept]
-
-
-def test_a_weight_order_is_resent_once_a_new_broker_reports_members():
-    client, broker, _, _ = make_pair()
-    join(client, broker)
-    first, second = Member("g0", "1"), Member("g1", "1")
-    order = OpenEpoch(1, [first, second], "127.0.0.1", 1, 1.0)
-    deliver(client, broker, members(first, second))
-    client.send(order)
-    deliver(client, broker, members(first, second))
-    assert broker.receive().count(order) == 1
-    broker.send(Bye())
-    broker.send(make_welcome("b2"))
-    for connected in ([], [first], [first], [first, second]):
-        broker.send(members(*connected))
-    client.step(timeout_s=0)
-    client.step(timeout_s=0)
-    assert broker.receive().count(order) == 2, "once for each that came"
 
 
 def members(*connected: Member) -> Members:
@@ -214,7 +211,7 @@ def welcome_of(broker: str) -> Welcome:
     return msgspec.structs.replace(make_welcome(f"of {broker}"), living=LivingBrokers(broker, BROKERS))
 
 
-def test_a_generator_that_joined_another_broker_goes_on_to_its_own_with_its_leases():
+def test_a_generator_goes_to_its_own_broker_and_to_the_next_after_a_silence_or_without_a_welcome():
     client, broker, _, received = make_moving_pair()
     client.put(*make_packed())
     client.step(timeout_s=0)
@@ -229,9 +226,6 @@ def test_a_generator_that_joined_another_broker_goes_on_to_its_own_with_its_leas
     client.step(timeout_s=0)
     assert client.is_joined
     assert [type(message) for message in broker.receive()] == [Pong, Put]
-
-
-def test_a_generator_goes_to_the_next_broker_after_a_silence_and_back_once_its_own_is_alive():
     client, broker, clock, _ = make_moving_pair()
     client._route = Route("g", BROKERS, is_reachable=lambda _: True)
     client.step(timeout_s=0)
@@ -249,9 +243,6 @@ def test_a_generator_goes_to_the_next_broker_after_a_silence_and_back_once_its_o
     deliver(client, broker, LivingBrokers("broker-1", BROKERS))
     assert broker.receive() == [Bye(is_moving=True)]
     assert (client.is_joined, client._route.address) == (False, "ipc:///a")
-
-
-def test_a_broker_that_does_not_welcome_is_left_for_the_next():
     client, broker, clock, _ = make_moving_pair()
     client._route = Route("g", BROKERS, is_reachable=lambda _: True)
     for address in ("ipc:///a", "ipc:///b", "ipc:///a"):
@@ -373,7 +364,7 @@ TUNNELS = {BEST: "tcp://127.0.0.1:5757", SECOND: "tcp://127.0.0.1:6757"}
 ANNOUNCED = {BEST: "tcp://10.0.0.1:20000", SECOND: "tcp://10.0.0.1:20001"}
 
 
-def test_a_tunnel_is_remembered_while_the_peer_is_at_another_broker():
+def test_tunnels_are_found_whatever_their_order_and_remembered_while_the_peer_is_at_another_broker():
     reachable = set(TUNNELS.values())
     own = route("generator-7", TUNNELS, reachable=reachable)
     assert not own.follow(ANNOUNCED, at=BEST)
@@ -383,9 +374,6 @@ def test_a_tunnel_is_remembered_while_the_peer_is_at_another_broker():
     assert own.address == TUNNELS[BEST]
     reachable.remove(TUNNELS[BEST])
     assert own.next() == TUNNELS[SECOND]
-
-
-def test_an_address_at_which_nobody_answered_is_not_tried_again_before_its_broker_was_gone():
     # A tunnel accepts connections even if its other end is down.
     own = route("generator-7", TUNNELS)
     assert own.next() == TUNNELS[SECOND]
@@ -393,9 +381,6 @@ def test_an_address_at_which_nobody_answered_is_not_tried_again_before_its_broke
     assert not own.follow({SECOND: TUNNELS[SECOND]}, at=SECOND)
     assert own.follow(TUNNELS, at=SECOND)
     assert own.address == TUNNELS[BEST]
-
-
-def test_tunnels_are_found_whatever_their_order_and_a_broker_by_the_name_that_it_has():
     own = route("generator-7", TUNNELS, reachable=set(TUNNELS.values()))
     assert own.follow(ANNOUNCED, at=SECOND), "the first tunnel leads to the second one"
     assert own.address == TUNNELS[SECOND]

@@ -42,9 +42,16 @@ def groups_in(folder: Path, wanted: TrajectoryFilter | None = None) -> tuple[lis
     return list(dict.fromkeys(stored.trajectory.group_id for stored in read)), said
 
 
-def test_a_folder_without_a_manifest_is_no_archive(tmp_path: Path) -> None:
+def test_a_folder_without_a_manifest_or_groups_or_with_another_writer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArchiveError, match=r"must be an archive, but it has no manifest.jsonl"):
         Archive(tmp_path)
+    with pytest.raises(ArchiveError, match="must hold groups to train on, got none"):
+        Rollouts(write_archive(tmp_path), seed=0)
+    first = ShardWriter(tmp_path)
+    with pytest.raises(ArchiveError, match="must have one writer"):
+        ShardWriter(tmp_path)
+    first.close()
+    ShardWriter(tmp_path).close()
 
 
 @pytest.mark.parametrize(
@@ -288,14 +295,6 @@ def test_a_restarted_writer_knows_the_groups_of_its_last_shards_and_starts_with_
     assert [shard.file for shard in writer.shards] == ["shard-00000001.parquet", "shard-00000002.parquet"]
 
 
-def test_an_archive_has_one_writer(tmp_path: Path) -> None:
-    first = ShardWriter(tmp_path)
-    with pytest.raises(ArchiveError, match="must have one writer"):
-        ShardWriter(tmp_path)
-    first.close()
-    ShardWriter(tmp_path).close()
-
-
 def test_a_write_that_failed_can_be_done_again_and_a_part_of_a_line_is_overwritten(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path)
     (tmp_path / "shard-00000001.parquet.tmp").symlink_to("/dev/full")
@@ -406,8 +405,3 @@ def test_the_order_depends_only_on_the_seed_and_members_come_by_index(mixed: Pat
     assert Rollouts(mixed, seed=4).take(first=0, count=20)[0] != whole[0]
     members = [unpack(payload) for payload in whole[1][5]]
     assert [(member.group_id, member.index) for member in members] == [(whole[0][5], 0), (whole[0][5], 1)]
-
-
-def test_an_archive_without_groups_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArchiveError, match="must hold groups to train on, got none"):
-        Rollouts(write_archive(tmp_path), seed=0)

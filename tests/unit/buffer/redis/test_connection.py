@@ -175,7 +175,7 @@ def held(folder) -> set[str]:
     return {file.path for file in psutil.Process().open_files() if file.path.startswith(str(folder))}
 
 
-def test_a_replaced_file_is_closed(tmp_path):
+def test_the_fsyncer_holds_all_parts_of_a_log_closes_replaced_ones_and_stops_soon(tmp_path):
     log, new = tmp_path / "appendonly.aof", tmp_path / "temp"
     fsyncer = Fsyncer(tmp_path)
     fsyncer.sync()
@@ -188,19 +188,14 @@ def test_a_replaced_file_is_closed(tmp_path):
     fsyncer.sync()
     assert log.stat().st_ino != inode
     assert held(tmp_path) == {str(log)}
-
-
-def test_all_parts_of_a_log_in_a_folder_are_held(tmp_path):
-    parts = [tmp_path / "appendonlydir" / f"appendonly.aof.{name}" for name in ("1.base.rdb", "1.incr.aof", "manifest")]
-    parts[0].parent.mkdir()
+    folder = tmp_path / "parts"
+    parts = [folder / "appendonlydir" / f"appendonly.aof.{name}" for name in ("1.base.rdb", "1.incr.aof", "manifest")]
+    parts[0].parent.mkdir(parents=True)
     for part in parts:
         part.write_bytes(b"x")
-    fsyncer = Fsyncer(tmp_path)
+    fsyncer = Fsyncer(folder)
     fsyncer.sync()
-    assert held(tmp_path) == set(map(str, parts))
-
-
-def test_it_stops_soon_whether_it_was_started_or_not(tmp_path):
+    assert held(folder) == set(map(str, parts))
     Fsyncer(tmp_path).stop()
     fsyncer = Fsyncer(tmp_path)
     fsyncer.start()

@@ -187,15 +187,12 @@ def test_a_first_step_that_the_launcher_has_not_seen_is_saved_too(tmp_path: Path
     assert "stopped; the newest checkpoint is that of step 1; continue: slipstream run name=run" in printed.getvalue()
 
 
-def test_each_broker_is_told_its_number_and_the_only_one_none(tmp_path: Path) -> None:
+def test_each_broker_is_told_its_number_and_generators_elsewhere_the_address_the_code_and_the_token(tmp_path) -> None:
     for shards, numbers in ((1, [[]]), (2, [["--shard", "0"], ["--shard", "1"]])):
         own = ["name=run", f"runs_dir={tmp_path}", f"broker.shards={shards}"]
         launcher = make_launcher(*own)
         brokers = [role for role in launcher._roles if role.name in launcher._run.broker.names]
         assert [role._arguments for role in brokers] == [["slipstream.broker", *number, *own] for number in numbers]
-
-
-def test_generators_elsewhere_are_given_the_address_the_code_and_in_their_environment_the_token(tmp_path: Path) -> None:
     own = ["generators.reward.function=mine:score", "experiment=digits_cpu"]
     here = ["name=run", f"runs_dir={tmp_path}", "broker.address=tcp://127.0.0.1:5757", "weights.transport=delta"]
     run = load([*here, *own, "cluster.kind=ray", "cluster.interface=127.0.0.0/8", "cluster.generator.cpus=4"])

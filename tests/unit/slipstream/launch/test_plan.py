@@ -147,7 +147,7 @@ def test_a_process_reward_model_is_a_second_policy_beside_its_reference(model: P
     assert not [need for need in adapted.needs if need.cause.startswith("reference")]
 
 
-def test_a_step_is_traced_with_what_its_settings_save(model: Path) -> None:
+def test_a_step_is_traced_with_what_its_settings_save_and_allocates_as_much_as_a_real_one(model, tmp_path) -> None:
     def traced(*overrides: str) -> int:
         run = settings(model, *overrides)
         return step_bytes(run, meta_model(run.model))
@@ -158,9 +158,6 @@ def test_a_step_is_traced_with_what_its_settings_save(model: Path) -> None:
     assert traced("learner.engine.gradient_checkpointing=true") < 0.7 * plain
     assert traced("learner.tokens_per_microbatch=512") < 0.7 * plain
     assert traced("model.dtype=bfloat16") < plain
-
-
-def test_a_mixture_is_traced_with_its_chosen_experts(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 128}
     sizes |= {"num_experts": 8, "moe_intermediate_size": 96}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
@@ -173,9 +170,6 @@ def test_a_mixture_is_traced_with_its_chosen_experts(tmp_path: Path) -> None:
         found[chosen] = step_bytes(run, meta_model(run.model))
     # Of each further expert: gate and up, the activation's factors, the product, its output and the weighted one.
     assert found[4] - found[1] > 3 * 2 * 1024 * 4 * (4 * 96 + 2 * 64)
-
-
-def test_the_trace_is_what_a_real_step_allocates(model: Path, tmp_path: Path) -> None:
     Qwen2ForCausalLM(Qwen2Config.from_pretrained(model)).save_pretrained(tmp_path)
     run = settings(tmp_path)
     policy = load_policy(run.model, device=torch.device("cpu"))
@@ -203,7 +197,7 @@ def test_what_cannot_fit_is_named_with_what_to_change(model: Path, capsys: pytes
     assert re.search(words, capsys.readouterr().out)
 
 
-def test_an_engine_must_hold_one_sequence(tmp_path: Path) -> None:
+def test_gpus_hold_what_their_roles_need_and_an_engine_one_sequence(tmp_path: Path, model: Path) -> None:
     sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": 8}
     wide = Qwen3Config(**sizes, vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=4096)
     wide.architectures = ["Qwen3ForCausalLM"]
@@ -215,9 +209,6 @@ def test_an_engine_must_hold_one_sequence(tmp_path: Path) -> None:
     assert kv_bytes(meta_model(run.model), width=1) == per_token // 4
     (problem,) = make_plan(run, Machine(host_gib=1024)).problems
     assert "(6144 tokens, 1.50 GiB), got 1.00 GiB: lower model.max_length" in problem
-
-
-def test_gpus_hold_what_their_roles_need(model: Path, tmp_path: Path) -> None:
     run = settings(model, "generators/engine=vllm_gpu_tp2", "generators.count=2", "learner.device=auto")
     plan = make_plan(run, LARGE)
     places = {need.process: {n.place for n in plan.needs if n.process == need.process} for need in plan.needs}
@@ -238,7 +229,7 @@ def test_gpus_hold_what_their_roles_need(model: Path, tmp_path: Path) -> None:
         Machine.here(host_gib=None, gpus=2 + torch.cuda.device_count(), gpu_gib=None)
 
 
-def test_a_shared_gpu_is_dealt_out_to_learner_and_engines(model: Path) -> None:
+def test_a_shared_gpu_is_dealt_out_to_learner_and_engines_or_refused_with_what_each_takes(model: Path) -> None:
     run = settings(model, "generators/engine=vllm_gpu_shared", "generators.count=2", "model.dtype=bfloat16")
     one = Machine(host_gib=1024, gpus=1, gpu_gib=80)
     # Few sequences fill less than is left: keys and values of two heads of 32, in four layers, in half precision.
@@ -255,9 +246,6 @@ def test_a_shared_gpu_is_dealt_out_to_learner_and_engines(model: Path) -> None:
     given = settings(model, "generators.engine.kv_cache_gib=2.5", "generators/engine=vllm_gpu_shared")
     assert gib(make_plan(given, one), "generator-0", "KV cache") == 2.5
     assert gib(make_plan(run, Machine(host_gib=1024)), "generator-0", "KV cache") == 1
-
-
-def test_a_gpu_that_cannot_hold_both_is_refused_with_what_each_takes(model: Path) -> None:
     run = settings(model, "generators/engine=vllm_gpu_shared", "learner.device=auto")
     with pytest.raises(ConfigError) as caught:
         shared_cache_gib(run, gpu_gib=2.0)

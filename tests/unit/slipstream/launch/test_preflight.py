@@ -67,16 +67,13 @@ def test_the_default_run_makes_data_and_models(tmp_path: Path, monkeypatch: pyte
     assert modules == [f"slipstream.scripts.{name}" for name in ("make_digits_data", "init_random_model", "warm_up")]
 
 
-def test_a_data_source_that_no_reward_function_takes_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_a_data_source_without_a_reward_function_and_ranks_on_other_machines_are_refused_before_the_run(tmp_path):
     rows = [make_row("1=", ground_truth="1", data_source=name, index=0, split="train") for name in ("digits/a", "qa")]
     write_pair(tmp_path, train=rows, heldout=rows[:1])
     functions = "generators.reward.functions=[{function: exact_match, data_sources: ['digits/*']}]"
     paths = [f"data.train={tmp_path}/train.parquet", f"data.eval={tmp_path}/heldout.parquet"]
     with pytest.raises(ConfigError, match=r"got none for data_source 'qa' of .*train\.parquet \(they take digits/\*\)"):
         make_inputs(load(["experiment=digits_cpu", *paths, functions, "prepare=[]"]))
-
-
-def test_a_launcher_of_one_machine_refuses_ranks_on_others() -> None:
     network = ["cluster.interface=127.0.0.0/8", "cluster.trusted_network=true"]
     words = r"^cluster\.learner\.machines must be 1 with cluster\.kind=local, got 2: this"
     with pytest.raises(ConfigError, match=words):

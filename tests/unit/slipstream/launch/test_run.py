@@ -268,6 +268,9 @@ def test_a_run_that_does_not_exist_is_named(tmp_path: Path, capsys: pytest.Captu
     assert (code, "there must be a run in" in error) == (2, True)
     with pytest.raises(ConfigError, match=missing):
         scale(["generators=2", runs_dir, "name=mine"])
+    for words in ([], ["generators=-1"], ["generators=two"], ["generators=1", "generators=2"]):
+        with pytest.raises(ConfigError, match="scale needs generators=N"):
+            scale(words)
 
 
 @pytest.mark.parametrize("content", [b"name: [\n  - {\nseed: 1", b"\xff\xfe\x00", b"", b"nosuch: 1", b"seed: x"])
@@ -302,12 +305,6 @@ def test_without_a_name_the_newest_run_is_meant(tmp_path: Path, capsys: pytest.C
     code, error = failure(capsys, f"runs_dir={tmp_path}")
     assert code == 2
     assert "run 'newest' must have a store to inspect, but with mode=serial it is private" in error
-
-
-@pytest.mark.parametrize("words", [[], ["generators=-1"], ["generators=two"], ["generators=1", "generators=2"]])
-def test_scale_needs_one_number(words: list[str]):
-    with pytest.raises(ConfigError, match="scale needs generators=N"):
-        scale(words)
 
 
 @cases("words", ["status"], ["scale", "generators=2"], ["drain", "generator-0"], ["pause"], ["profile"])

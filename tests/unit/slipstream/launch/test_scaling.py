@@ -311,7 +311,7 @@ def test_one_generator_more_or_less_is_decided_by_the_waits_and_each_change_says
     assert Measured(config).observe(rows(waited_s, 1 - waited_s), busy=busy, target=target) == expected
 
 
-def test_every_change_starts_a_new_window_and_waits_of_earlier_ones_do_not_count():
+def test_every_change_starts_a_new_window_and_starving_observations_count_without_a_step():
     measured, waiting = Measured(), rows(0.9, 0.1)
     assert measured.observe(waiting, after_s=59) is None
     assert measured.observe([], after_s=1) == (2, WAITED.format("90%", 60))
@@ -325,9 +325,6 @@ def test_every_change_starts_a_new_window_and_waits_of_earlier_ones_do_not_count
     measured.scaler.start_window()
     assert measured.observe([], after_s=59) is None
     assert measured.observe(rows(0.0, 1.0), after_s=1) is None
-
-
-def test_without_a_step_starving_observations_count_and_slow_steps_are_measured_for_longer():
     assert Measured().observe([], after_s=61, is_starving=True) == (2, WAITED.format("100%", 61))
     measured = Measured()
     for is_starving in (False, False, False, True):
@@ -492,17 +489,9 @@ def test_the_driver_is_asked_for_the_gpus_and_their_memory(tmp_path: Path, monke
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert visible_gpus({}, torch_version="2.13.0") == ["0", "1"]
     assert visible_gpus({}, torch_version="2.13.0+cpu") == []
+    shown = {" 7 , GPU-8932f937 ": ["7", "GPU-8932f937"], "MIG-3a/1/0": ["MIG-3a/1/0"], "": [], "1,-1,2": ["1"]}
+    for value, names in shown.items():
+        assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}, torch_version="2.13.0+cu130") == names
     assert gpu_gib("1") == pytest.approx(79.65, abs=0.01)
     with pytest.raises(ConfigError, match=r"^nvidia-smi must report the memory of GPU MIG-3a"):
         gpu_gib("MIG-3a")
-
-
-@cases(
-    "value, names",
-    (" 7 , GPU-8932f937 ", ["7", "GPU-8932f937"]),
-    ("MIG-3a/1/0", ["MIG-3a/1/0"]),
-    ("", []),
-    ("1,-1,2", ["1"]),
-)
-def test_only_gpus_visible_to_the_launcher_are_assigned(value: str, names: list[str]):
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}, torch_version="2.13.0+cu130") == names

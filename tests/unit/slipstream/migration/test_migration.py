@@ -143,7 +143,7 @@ made_up: 1
 """
 
 
-def test_a_file_of_trl_composes(tmp_path: Path) -> None:
+def test_a_file_of_trl_composes_with_its_losses_and_weights(tmp_path: Path) -> None:
     run, imported = translated(tmp_path, "trl", TRL)
     assert (run.generators.group_size, run.learner.prompts_per_step, run.algorithm.updates_per_step) == (8, 8, 2)
     assert (run.learner.max_steps, run.learner.checkpoint.every_steps) == (200, 250)
@@ -153,9 +153,6 @@ def test_a_file_of_trl_composes(tmp_path: Path) -> None:
     assert run.algorithm.correction.level == "none", "without vLLM there is nothing to correct"
     assert imported.untranslated == ["made_up = 1"]
     assert any(note.startswith("top_entropy_quantile=0.2: there is no mask") for note in imported.notes)
-
-
-def test_the_losses_and_weights_of_trl(tmp_path: Path) -> None:
     run, _ = translated(tmp_path, "trl", "num_generations: 8\nuse_vllm: true\nimportance_sampling_level: sequence\n")
     assert run.algorithm.policy_loss.kind == "gspo"
     assert (run.algorithm.correction.level, run.algorithm.correction.outside) == ("sequence", "mask")

@@ -213,7 +213,7 @@ def test_processor_time_counts_children_that_run_and_those_that_ended() -> None:
     assert running <= processor.seconds < running + 0.25
 
 
-def test_a_rate_is_over_the_window_or_the_shorter_life_time():
+def test_a_rate_is_over_the_window_and_growth_that_of_all_counters_also_of_those_that_vanish_or_restart():
     clock = FakeClock()
     rate = Rate(window_s=5.0, clock=clock)
     clock.now += 2
@@ -222,6 +222,13 @@ def test_a_rate_is_over_the_window_or_the_shorter_life_time():
     clock.now += 6
     rate.add(20.0)
     assert (rate.per_s, rate.total) == (4.0, 30.0)
+    growth = Growth({"a": 500.0, "b": 10.0})
+    growth.update({"a": 700.0, "b": 10.0, "new": 100.0})
+    assert growth.total == 300.0
+    growth.update({"b": 30.0})
+    growth.update({"a": 40.0, "b": 30.0})
+    growth.update({"a": 45.0})
+    assert growth.total == 300.0 + 20.0 + 40.0 + 5.0
 
 
 def test_reading_a_rate_from_two_threads_drops_each_event_once():
@@ -244,13 +251,3 @@ def test_reading_a_rate_from_two_threads_drops_each_event_once():
     assert rate.per_s == 0.0
     asking[0].join(timeout=10)
     assert not asking[0].is_alive()
-
-
-def test_growth_is_that_of_all_counters_also_of_those_that_vanish_or_restart_from_0():
-    growth = Growth({"a": 500.0, "b": 10.0})
-    growth.update({"a": 700.0, "b": 10.0, "new": 100.0})
-    assert growth.total == 300.0
-    growth.update({"b": 30.0})
-    growth.update({"a": 40.0, "b": 30.0})
-    growth.update({"a": 45.0})
-    assert growth.total == 300.0 + 20.0 + 40.0 + 5.0

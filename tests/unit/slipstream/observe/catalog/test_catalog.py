@@ -127,7 +127,7 @@ def test_a_page_shows_the_end_of_the_prompt_and_the_beginning_of_the_answer(tmp_
             ]
 
 
-def test_a_row_shows_advantage_and_lag(tmp_path, folder):
+def test_a_row_shows_advantage_and_lag_but_greedy_failed_and_evaluated_members_have_no_advantage(tmp_path, folder):
     with open_catalog(str(folder)) as catalog:
         rows = {row.id: row for row in catalog.page(CatalogQuery()).rows}
     assert set(CatalogRow.__struct_fields__) == {*ROWS.names, "prompt", "answer"}
@@ -136,15 +136,12 @@ def test_a_row_shows_advantage_and_lag(tmp_path, folder):
     assert rows["1-0-2"].advantage == pytest.approx(0.2)
     assert (rows["1-0-2"].last_step, rows["1-0-2"].lag) == (8, 7)
     assert (rows["2-0-0"].last_step, rows["2-0-0"].lag, rows["2-0-0"].reason) == (None, None, "late")
-
-
-def test_greedy_failed_and_evaluated_members_have_no_advantage(tmp_path):
     fields = [{"reward": Reward(1.0)}, {"reward": Reward(0.0, status="timeout")}]
     fields += [{"reward": Reward(0.0), "sampling": GREEDY}, {"reward": Reward(0.5)}]
     members = [encode(make_trajectory("0", index, **each)) for index, each in enumerate(fields)]
     evaluated = group("e:0", [0.0, 1.0], steps=[], outcome="evaluated")
-    folder = write_archive(tmp_path / "a", [StoredGroup("0", "retired", "", [1], members), evaluated])
-    with open_catalog(str(folder)) as catalog:
+    other = write_archive(tmp_path / "a", [StoredGroup("0", "retired", "", [1], members), evaluated])
+    with open_catalog(str(other)) as catalog:
         assert [row.advantage for row in catalog.page(CatalogQuery()).rows] == [0.25, None, None, -0.25, None, None]
 
 
