@@ -47,6 +47,7 @@ def each_of(start: str, ends: str) -> list[str]:
     return [start + end for end in ends.split()]
 
 
+BENCHMARKS = "ingest overhead learner.packing viewer peers_at_scale generators.slow_generator generators.long_answers"
 TRIED_BY = {
     ".ci/run": each_of("make ", "run check test setup test-all"),
     "tests/unit/scripts/test_setup.py": ["make constraints"],
@@ -72,10 +73,7 @@ TRIED_BY = {
     "tests/integration/test_data_commands.py": each_of("slipstream data ", "ls show verify refused"),
     "tests/unit/slipstream/observe/catalog/test_commands.py": each_of("slipstream data ", "export import fetch"),
     "tests/integration/test_dead_ends.py": each_of("python -m slipstream.", "broker learner generators"),
-    "tests/integration/test_benchmarks.py": each_of(
-        "python -m benchmarks.",
-        "ingest overhead learner.packing viewer peers_at_scale generators.slow_generator generators.long_answers",
-    ),
+    "tests/integration/test_benchmarks.py": each_of("python -m benchmarks.", BENCHMARKS),
     "tests/unit/benchmarks/test_peers.py": ["python -m benchmarks.peers"],
     "tests/unit/benchmarks/test_staleness.py": ["python -m benchmarks.staleness"],
     "tests/unit/generators/tools/test_search.py": ["python -m slipstream.scripts.make_search_index"],
@@ -137,11 +135,8 @@ def in_help() -> Iterator[Command]:
     """Every command in a help text; several in a line stand apart."""
     texts = {"slipstream --help": app.info.help}
     for group in (app, *GROUPS.values()):
-        texts |= {
-            f"help of {each.callback.__name__}": each.callback.__doc__
-            for each in group.registered_commands
-            if each.callback
-        }
+        callbacks = [each.callback for each in group.registered_commands if each.callback]
+        texts |= {f"help of {each.__name__}": each.__doc__ for each in callbacks}
     for place, content in texts.items():
         for words in re.findall(r"^ *(slipstream .+)$", content or "", re.MULTILINE):
             parts = [part for part in re.split(r" {2,}", words) if part.startswith("slipstream ")]
@@ -284,9 +279,8 @@ for module, *arguments in json.load(sys.stdin):
 @pytest.mark.slow
 def test_the_options_of_every_other_program_are_known() -> None:
     programs = [command.words[2:] for command in COMMANDS if command.words[:2] == ("python", "-m")]
-    others = [
-        words for words in programs if words[0].removeprefix("slipstream.") not in ("broker", "learner", "generators")
-    ]
+    roles = ("slipstream.broker", "slipstream.learner", "slipstream.generators")
+    others = [words for words in programs if words[0] not in roles]
     assert others
     words, given = [sys.executable, "-c", PARSE], json.dumps(others)
     done = subprocess.run(words, cwd=ROOT, input=given, capture_output=True, text=True, timeout=120, check=False)

@@ -118,9 +118,8 @@ def unknown_settings(page: str) -> list[str]:
 
 def unknown_options(page: str) -> list[str]:
     known = groups()
-    return [
-        f"{group}={option}" for group, option in OPTION.findall(text(page)) if option not in known.get(group, option)
-    ]
+    named = OPTION.findall(text(page))
+    return [f"{group}={option}" for group, option in named if option not in known.get(group, option)]
 
 
 def unknown_metrics(page: str) -> list[str]:

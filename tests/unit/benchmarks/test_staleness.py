@@ -106,9 +106,7 @@ def test_plans_are_distinct() -> None:
     assert len(set(lagging)) == 2 * 2 * len(METHODS)
     assert len(set(replayed)) == 2 * 2 * 2
     assert {plan.lag for plan in replayed} == {0}
-    assert convert(METHODS["default"].algorithm, AlgorithmConfig) == load([]).algorithm, (
-        "that of a run without a recipe"
-    )
+    assert convert(METHODS["default"].algorithm, AlgorithmConfig) == load([]).algorithm, "without a recipe"
 
 
 @pytest.mark.parametrize("name", METHODS)

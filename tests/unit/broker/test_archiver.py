@@ -416,9 +416,7 @@ def test_the_archiver_works_while_its_broker_is_the_chief_and_leaves_the_folder_
     assert shards_in(tmp_path) == [["0", "1", "2"], ["3", "4", "5"]]
 
 
-def test_an_archiver_that_hung_does_not_overwrite_in_the_object_store_what_its_successor_wrote(
-    tmp_path: Path, store: FakeStore, monkeypatch
-):
+def test_an_archiver_that_hung_does_not_overwrite_what_its_successor_wrote(tmp_path, store, monkeypatch):
     def archiver(place: str, fence: int) -> Archiver:
         mirror = ArchiveMirror(tmp_path / place, ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0)))
         return Archiver(store, tmp_path / place, CONFIG, mirror=mirror, fence=fence)

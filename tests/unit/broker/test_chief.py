@@ -304,9 +304,8 @@ def test_generators_that_wait_cost_a_few_calls_a_round_and_not_some_each(crowd):
 
 
 def test_requests_that_can_be_answered_are_some_dozens_a_step_without_a_pause(tmp_path: Path):
-    scene = RouterScene(
-        tmp_path, settings={"learner": {"prompts_per_step": 2, "max_steps": 1000}}, staleness={"max_lag": 100}
-    )
+    settings = {"learner": {"prompts_per_step": 2, "max_steps": 1000}}
+    scene = RouterScene(tmp_path, settings=settings, staleness={"max_lag": 100})
     lease = scene.store.lease
 
     def slow_lease(**asked: Any) -> Any:

@@ -223,11 +223,8 @@ def test_no_prompt_is_leased_while_the_store_has_no_room_for_images(tmp_path: Pa
     (8, 1, 400, 40),
 )
 def test_the_limit_follows_consumption_and_ends_with_the_run(max_lag, publish_every, consumed, limit):
-    run = make_run(
-        staleness={"max_lag": max_lag, "target_lag": max_lag},
-        weights={"publish_every_steps": publish_every},
-        learner={"prompts_per_step": 4, "max_steps": 10},
-    )
+    settings = {"weights": {"publish_every_steps": publish_every}, "staleness": {"max_lag": max_lag}}
+    run = make_run(learner={"prompts_per_step": 4, "max_steps": 10}, **settings)
     assert admission_limit(run, make_state(consumed=consumed)) == limit
 
 

@@ -163,9 +163,8 @@ def test_the_error_in_a_bye_is_shown_by_the_run(tmp_path):
 def test_an_undecodable_answer_of_the_broker_refuses_the_peer_with_a_reason(scene, answer, words):
     server = scene.hub.server_channel
     inbox = QueueInbox()
-    client = BrokerClient(
-        scene.hub.client(), hello=HELLO, status=lambda: Pong(-1.0, "starting", -1), on_message=inbox.put
-    )
+    starting = Pong(-1.0, "starting", -1)
+    client = BrokerClient(scene.hub.client(), hello=HELLO, status=lambda: starting, on_message=inbox.put)
     client.step(timeout_s=0)
     identity, _ = server.receive(timeout_s=0)
     server.send(identity, [encode(answer)])

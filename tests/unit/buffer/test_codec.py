@@ -144,11 +144,8 @@ def test_arrays_of_another_type_or_length_are_refused(changes):
     assert reason_of(encode(make_trajectory(**changes))) == "shape"
 
 
-NOTHING = {
-    "token_ids": np.zeros(0, dtype=np.int32),
-    "model_mask": np.zeros(0, dtype=bool),
-    "generator_logprobs": np.zeros(0, dtype=np.float32),
-}
+KINDS = {"token_ids": np.int32, "model_mask": bool, "generator_logprobs": np.float32}
+NOTHING = {name: np.zeros(0, dtype=dtype) for name, dtype in KINDS.items()}
 
 
 @cases(
@@ -315,9 +312,7 @@ def test_the_histogram_counts_model_written_tokens_per_lag_and_newer_ones_as_fre
     # A span without a model-written token, and one that starts within an observation.
     mask = np.array([0, 0, 1, 1, 0, 0, 1, 0, 1], dtype=np.bool_)
     spans = [VersionSpan(2, 1), VersionSpan(4, 3), VersionSpan(5, 4), VersionSpan(8, 6)]
-    trajectory = msgspec.structs.replace(
-        make_trajectory(), token_ids=np.arange(9, dtype=np.int32), model_mask=mask, version_spans=spans
-    )
+    trajectory = make_trajectory(token_ids=np.arange(9, dtype=np.int32), model_mask=mask, version_spans=spans)
     versions = trajectory.token_versions()[mask]
     lags, counts = np.unique(7 - versions, return_counts=True)
     assert lag_histogram([trajectory], learner_version=7) == dict(zip(lags.tolist(), counts.tolist(), strict=True))

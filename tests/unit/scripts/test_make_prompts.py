@@ -63,10 +63,8 @@ def test_pictures_come_with_their_questions(tmp_path: Path) -> None:
         publish(tmp_path, f"data/{split}-00000-of-00001.parquet", rows)
     make_source("geometry3k", folder=tmp_path, out=tmp_path / "out")
     made = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
-    assert [(row["images"][0]["bytes"], row["reward_model"]["ground_truth"]) for row in made] == [
-        (b"\1", "1"),
-        (b"\2", "2"),
-    ]
+    answers = [(row["images"][0]["bytes"], row["reward_model"]["ground_truth"]) for row in made]
+    assert answers == [(b"\1", "1"), (b"\2", "2")]
     assert made[0]["prompt"][0]["content"] == f"<image>Find x. {INSTRUCTION}"
 
 
@@ -125,11 +123,6 @@ def test_a_task_of_reasoning_gym_is_made_and_graded(tmp_path: Path) -> None:
     assert {len(row.ground_truth["answer"]) for row in train} == {3, 4}
     row = heldout[0]
     for answer, score in ((row.ground_truth["answer"], 1.0), ("never", 0.0)):
-        sample = RewardInput(
-            prompt=row.prompt,
-            response=f"<answer>{answer}</answer>",
-            ground_truth=row.ground_truth,
-            data_source=row.data_source,
-            stop_reason="stop",
-        )
+        fields = {"prompt": row.prompt, "ground_truth": row.ground_truth, "data_source": row.data_source}
+        sample = RewardInput(response=f"<answer>{answer}</answer>", stop_reason="stop", **fields)
         assert ReasoningGym()(sample).total == pytest.approx(score, abs=0.3)

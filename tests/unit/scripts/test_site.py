@@ -41,15 +41,12 @@ def test_pages_keep_their_places_and_links_lead_to_them(tree: Path) -> None:
     assert {path: str(site.page_of(Path(path))) for path in places} == places
     write(tree / "learner/trainer.py", "")
     write(tree / "README.md", "")
-    write(
-        tree / "docs/a.md",
-        "[1](../learner/trainer.py) [2](../README.md#top) [3](../examples/search) [4](../examples) [5](gone.md) [6](https://x.y)",
-    )
+    sources = "[1](../learner/trainer.py) [2](../README.md#top) [3](../examples/search) [4](../examples)"
+    others = "[5](gone.md) [6](https://x.y)"
+    write(tree / "docs/a.md", f"{sources} {others}")
     linked = site._write(Path("docs/a.md"))
-    assert (tree / "pages/docs/a.md").read_text() == (
-        "[1](../learner/trainer.md) [2](../index.md#top) [3](../examples/search/index.md) [4](../examples/index.md) "
-        "[5](gone.md) [6](https://x.y)"
-    )
+    there = "[1](../learner/trainer.md) [2](../index.md#top) [3](../examples/search/index.md) [4](../examples/index.md)"
+    assert (tree / "pages/docs/a.md").read_text() == f"{there} {others}"
     assert linked == {Path(p) for p in ("learner/trainer.py", "README.md", "examples/search/README.md", "examples")}
 
 
@@ -57,9 +54,8 @@ def test_a_folder_lists_its_pages_and_the_list_of_modules_has_a_table_for_each_f
     write(tree / "examples/search/README.md", "# Search the web\n\ntext")
     write(tree / "examples/one.md", "# One")
     site._write(Path("examples"))
-    assert (tree / "pages/examples/index.md").read_text() == (
-        "# Examples\n\n- [One](one.md)\n- [Search the web](search/index.md)"
-    )
+    listed = "# Examples\n\n- [One](one.md)\n- [Search the web](search/index.md)"
+    assert (tree / "pages/examples/index.md").read_text() == listed
     write(tree / "learner/__init__.py", '"""The learner."""')
     write(tree / "learner/trainer.py", '"""Train | evaluate.\n\nMore."""')
     assert site.list_modules() == (

@@ -122,9 +122,8 @@ def test_it_stops_inside_the_band_and_the_same_seed_gives_the_same_weights(tmp_p
     weights = load_model(tmp_path / "model")[0].state_dict()
     assert 0.15 <= first <= 0.8
     assert warm(tmp_path, low=0.15, high=0.8, max_batches=200) == first
-    assert all(
-        torch.equal(value, weights[name]) for name, value in load_model(tmp_path / "model")[0].state_dict().items()
-    )
+    again = load_model(tmp_path / "model")[0].state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in again.items())
 
 
 def test_out_of_time_it_keeps_the_weights_or_reports_that_they_are_too_weak(tmp_path: Path) -> None:

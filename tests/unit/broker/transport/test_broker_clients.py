@@ -128,9 +128,7 @@ def test_a_broker_that_is_back_at_another_port_is_joined_there_though_another_ro
 
 
 @cases("announced, is_reachable", ("tcp://10.0.0.1:20000", False), ("tcp://127.0.0.1:5757", True))
-def test_a_tunnel_is_not_left_for_an_unreachable_address_or_the_loopback_of_another_machine(
-    scene: Scene, announced: str, is_reachable: bool
-):
+def test_a_tunnel_is_not_left_for_an_unreachable_address_or_anothers_loopback(scene, announced, is_reachable):
     scene.reachable |= {announced} if is_reachable else set()
     there = {"broker": announced, "broker-1": "ipc:///b"}
     scene.welcome("broker", there)

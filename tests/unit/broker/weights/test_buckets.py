@@ -61,9 +61,8 @@ def test_tensors_are_unpacked_as_they_were_packed(specs, bucket_bytes) -> None:
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=20), bucket_bytes=st.integers(1, 500))
 def test_slots_are_ordered_aligned_disjoint_and_within_the_limit(sizes: list[int], bucket_bytes: int) -> None:
-    slots, bucket_sizes = buckets.plan(
-        [(f"t{i}", [size], torch.int8) for i, size in enumerate(sizes)], bucket_bytes=bucket_bytes
-    )
+    planned = [(f"t{i}", [size], torch.int8) for i, size in enumerate(sizes)]
+    slots, bucket_sizes = buckets.plan(planned, bucket_bytes=bucket_bytes)
     ends = [0] * len(bucket_sizes)
     occupied = [slot.bucket for slot, size in zip(slots, sizes, strict=True) if size > 0]
     for slot, size in zip(slots, sizes, strict=True):
@@ -159,9 +158,8 @@ print(first.tolist(), second.tolist())
 def test_another_process_reads_the_buckets_and_cannot_change_them() -> None:
     buckets = SharedBuckets([5, 0])
     buckets.tensors[0].copy_(torch.arange(5, dtype=torch.uint8))
-    reader = subprocess.run(
-        [sys.executable, "-c", READER, buckets.path], capture_output=True, text=True, timeout=60, check=True
-    )
+    command = [sys.executable, "-c", READER, buckets.path]
+    reader = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert reader.stdout.strip() == "[99, 1, 2, 3, 4] []"
     assert buckets.tensors[0].tolist() == [0, 1, 2, 3, 4]
     buckets.close()
@@ -321,11 +319,8 @@ def test_without_its_epoch_neither_end_does_anything() -> None:
 
 KINDS = ("gemma2", "mixtral", "deepseek_v3", "qwen3_next")
 """Families with a tied head, different names, buffers, and experts next to other layers; they cover all others."""
-PUBLISHED = [
-    name if name in KINDS else pytest.param(name, marks=pytest.mark.long)
-    for name, (layout, _) in FAMILIES.items()
-    if layout
-]
+OTHERS = [name for name, (layout, _) in FAMILIES.items() if layout and name not in KINDS]
+PUBLISHED = [*KINDS, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -40,10 +40,8 @@ def update_to(weights: HostWeights, store: SnapshotStore, version: int, *, with_
 
 def files(store: SnapshotStore) -> dict[int, list[str]]:
     """Kinds of files by version."""
-    return {
-        version: sorted({file.name.split("-")[0] for file in (store.folder / snapshots.folder_name(version)).iterdir()})
-        for version in snapshots.versions(store.folder)
-    }
+    folders = {version: store.folder / snapshots.folder_name(version) for version in snapshots.versions(store.folder)}
+    return {version: sorted({file.name.split("-")[0] for file in each.iterdir()}) for version, each in folders.items()}
 
 
 def held(store: SnapshotStore) -> HostWeights:
@@ -247,13 +245,9 @@ def test_a_missing_file_and_an_inconsistent_or_undecodable_manifest_are_refused(
     with pytest.raises(WeightTransferError, match=r"must be at .* with its manifest\.json"):
         read_all(path)
     manifest, _ = write_version(tmp_path / "version-00000012")
-    for inconsistent in (
-        msgspec.structs.replace(manifest, checksum="0" * 16),
-        msgspec.structs.replace(manifest, checksums=[*manifest.checksums[:-1], 7]),
-        msgspec.structs.replace(manifest, bucket_bytes=[1]),
-    ):
+    for change in ({"checksum": "0" * 16}, {"checksums": [*manifest.checksums[:-1], 7]}, {"bucket_bytes": [1]}):
         with pytest.raises(WeightTransferError, match="it is damaged"):
-            snapshots.parse_manifest(msgspec.json.encode(inconsistent))
+            snapshots.parse_manifest(msgspec.json.encode(msgspec.structs.replace(manifest, **change)))
     for content in (b"", b"{", b"[]", b'{"version": "twelve"}'):
         with pytest.raises(WeightTransferError, match="must be readable"):
             snapshots.parse_manifest(content)

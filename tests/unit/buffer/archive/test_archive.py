@@ -337,11 +337,8 @@ def archive_of(mixed: Path, *entries: StepEntry) -> Path:
     return mixed
 
 
-STEPS = (
-    make_step(1, "3", "4", weights=[0.5, 1.0]),
-    make_step(2, "2", "1"),
-    make_step(3, "0", "1", reused=[False, True]),
-)
+STEPS = (make_step(1, "3", "4", weights=[0.5, 1.0]), make_step(2, "2", "1"))
+STEPS += (make_step(3, "0", "1", reused=[False, True]),)
 
 
 def test_a_store_yields_the_batches_of_the_ledger_and_a_group_as_often_as_it_was_used(tmp_path: Path) -> None:
@@ -359,9 +356,7 @@ def test_a_store_yields_the_batches_of_the_ledger_and_a_group_as_often_as_it_was
         assert store.audit().is_sound
 
 
-def test_without_a_ledger_or_with_other_sizes_groups_are_in_the_order_of_their_steps_and_those_without_come_last(
-    tmp_path,
-):
+def test_without_a_ledger_or_with_other_sizes_groups_are_in_the_order_of_their_steps(tmp_path):
     plan = plan_replay(make_replay(archive_of(tmp_path / "a")))
     assert ([group.id for group in plan.groups], plan.samples) == (["4", "3", "2", "1", "0"], {})
     plan = plan_replay(make_replay(archive_of(tmp_path / "b", *STEPS), steps=5, groups=1))

@@ -130,11 +130,8 @@ def test_values_that_no_column_can_hold_and_newer_schemas_are_refused() -> None:
     assert newer_schema(SCHEMA) == ""
 
 
-LONG = {
-    "token_ids": np.arange(20, dtype=np.int32),
-    "model_mask": np.arange(20) >= 6,
-    "generator_logprobs": np.zeros(20, dtype=np.float32),
-}
+LONG = {"token_ids": np.arange(20, dtype=np.int32), "model_mask": np.arange(20) >= 6}
+LONG |= {"generator_logprobs": np.zeros(20, dtype=np.float32)}
 GROUPS = [
     make_finished("0", members=1, reward=Reward(0.0), version_spans=[VersionSpan(6, 2), VersionSpan(9, 4)], steps=[5]),
     make_finished("1", members=1, reward=Reward(0.5), data_source="sums", steps=[5, 8]),

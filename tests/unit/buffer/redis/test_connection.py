@@ -166,9 +166,8 @@ def test_a_script_is_loaded_behind_the_prelude_without_comments_and_line_by_line
     written, loaded = (PRELUDE + SOURCES["claim"]).splitlines(), load_script("claim").splitlines()
     assert len(loaded) == len(written)
     assert all(line in (text, "") for line, text in zip(loaded, written, strict=True))
-    assert [line for line in loaded if line] == [
-        text for text in written if text and not text.lstrip().startswith("--")
-    ]
+    program = [text for text in written if text and not text.lstrip().startswith("--")]
+    assert [line for line in loaded if line] == program
 
 
 def held(folder) -> set[str]:

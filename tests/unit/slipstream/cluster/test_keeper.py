@@ -160,10 +160,8 @@ RUNNER = "from slipstream.cluster.seat import run_kept; raise SystemExit(run_kep
 
 
 def test_a_program_that_is_run_to_its_end_lives_no_longer_than_who_runs_it(scene: Scene):
-    with (
-        scene.log.open("wb") as log,
-        subprocess.Popen([sys.executable, "-c", RUNNER], stdout=log, stderr=log) as runner,
-    ):
+    command = [sys.executable, "-c", RUNNER]
+    with scene.log.open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as runner:
         scene.until_up()
         runner.kill()
     until(lambda: not scene.processes(), what="the end")

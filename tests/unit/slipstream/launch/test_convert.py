@@ -51,9 +51,8 @@ def trained(folder, *, engine=None, lora=None):
     """A trainer after one step on the tiny model, and its checkpoint."""
     model = make_tiny_model(folder / "base")
     learner = {"engine": engine} if engine else {}
-    settings = make_run(
-        model, learner=learner, model=ModelConfig(max_length=64, dtype="float32", path=str(model), lora=lora)
-    )
+    config = ModelConfig(max_length=64, dtype="float32", path=str(model), lora=lora)
+    settings = make_run(model, learner=learner, model=config)
     trainer = make_trainer(settings)
     trainer.step(make_groups(), learner_version=0, step=1)
     checkpoints = Checkpoints(folder / "checkpoints", run=settings, trainer=trainer, ranks=make_alone())

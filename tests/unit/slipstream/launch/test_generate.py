@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,11 @@ def test_a_wrong_setting_of_a_call_without_answers_can_be_corrected(run: RunConf
         generate(wrong, tmp_path / "out", samples=1, num_prompts=1, is_scored=True)
     assert generate(run, tmp_path / "out", samples=1, num_prompts=1, is_scored=True)[1] == 1
     lost = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, path=str(tmp_path / "nosuch")))
-    for refused in (
-        lambda: generate(lost, tmp_path / "new", samples=1, num_prompts=1, is_scored=True),
-        lambda: evaluate(run, [lost.model.path], out=tmp_path / "new"),
-    ):
-        with pytest.raises(ConfigError, match=r"model\.path must be a folder with .*nosuch': there is no such folder"):
-            refused()
+    words = r"model\.path must be a folder with .*nosuch': there is no such folder"
+    with pytest.raises(ConfigError, match=words):
+        generate(lost, tmp_path / "new", samples=1, num_prompts=1, is_scored=True)
+    with pytest.raises(ConfigError, match=words):
+        evaluate(run, [lost.model.path], out=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -141,9 +141,7 @@ def test_models_are_measured_on_the_same_prompts_and_compared(run: RunConfig, tm
     other = str(make_tiny_model(tmp_path / "other", seed=1))
     out = tmp_path / "out"
     found = evaluate(run, [run.model.path, other], out=out, is_whole=True)
-    assert [(each.model, each.set) for each in found] == [
-        (model, name) for model in (run.model.path, other) for name in ("hard", "greedy")
-    ]
+    assert [(each.model, each.set) for each in found] == [*product((run.model.path, other), ("hard", "greedy"))]
     hard = found[0]
     assert (hard.score.num_prompts, hard.score.num_answers, hard.score.num_failed) == (12, 48, 0)
     assert {"accuracy", "reward", "pass@4", "maj@4", "best@4", "worst@4"} <= hard.score.metrics.keys()

@@ -79,10 +79,8 @@ def test_a_resumed_run_prints_only_steps_that_are_new(tmp_path: Path, monkeypatc
             store.append_metrics(STATUS_ROW | {"step": step, "time_s": float(step)})
         update(launcher, store, monitor)
     lines = printed.getvalue().splitlines()
-    assert lines[0] == (
-        f"resuming after step 2, the newest checkpoint; the learner repeats step 3; {tmp_path}/run/metrics.jsonl has "
-        "steps 1 to 2"
-    )
+    kept = f"{tmp_path}/run/metrics.jsonl has steps 1 to 2"
+    assert lines[0] == f"resuming after step 2, the newest checkpoint; the learner repeats step 3; {kept}"
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["3/80"]
 
 

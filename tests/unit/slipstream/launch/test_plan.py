@@ -280,15 +280,14 @@ ROPE = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6
 TEXT = qwen(Qwen2Config, 2048, 36, 16, 2, intermediate_size=11_008, **TIED, rope_parameters=ROPE)[1]
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128}
 VISION = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048}
+SEEING = {"text_config": TEXT, "vision_config": VISION, "tie_word_embeddings": True}
 PUBLISHED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Qwen/Qwen2.5-1.5B-Instruct": qwen(Qwen2Config, 1536, 28, 12, 2, intermediate_size=8960, **TIED),
     "Qwen/Qwen2.5-7B-Instruct": qwen(Qwen2Config, 3584, 28, 28, 4, intermediate_size=18_944),
     "Qwen/Qwen2.5-32B-Instruct": qwen(Qwen2Config, 5120, 64, 40, 8, intermediate_size=27_648),
     "Qwen/Qwen3-30B-A3B": qwen(Qwen3MoeConfig, 2048, 48, 32, 4, vocab_size=151_936, **EXPERTS),
-    "Qwen/Qwen2.5-VL-3B-Instruct": (
-        Qwen2_5_VLConfig, {"text_config": TEXT, "vision_config": VISION, "tie_word_embeddings": True}
-    ),
-}  # fmt: skip
+    "Qwen/Qwen2.5-VL-3B-Instruct": (Qwen2_5_VLConfig, SEEING),
+}
 LONG, SMALL = pytest.mark.long, ("gsm8k", "math", "retool", "search_r1", "environment")
 
 
@@ -307,7 +306,7 @@ def save_published(run: RunConfig, folder: Path) -> None:
     ("gsm8k_32b_8gpu", 32_763_876_352, 6, 1, 2, False, (1.31, 14.4, 0.74)),
     ("gsm8k_moe_8gpu", 30_532_122_624, 6, 1, 2, False, (1.22, 13.4, 0.69)),
 )
-def test_host_memory_and_updates_are_those_of_hand_arithmetic(
+def test_host_memory_is_that_of_hand_arithmetic(
     preset, parameters, ranks, generators, workers, is_staged, seconds, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("slipstream.launch.plan.step_bytes", lambda *_, **__: 0)

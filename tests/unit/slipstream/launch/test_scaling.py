@@ -305,9 +305,7 @@ class Measured:
     (CONFIG, 0.3, 0.1, 3, (2, "the generators used 10% of their capacity in the last 60 s, below 50%")),
     (RAISED, 0.9, 1.0, 1, (3, "generators.autoscale.min is 3")),
 )
-def test_one_generator_more_or_less_is_decided_by_the_waits_and_each_change_says_why(
-    config: AutoscaleConfig, waited_s: float, busy: float | None, target: int, expected: Any
-):
+def test_one_generator_more_or_less_is_decided_by_the_waits(config, waited_s, busy, target, expected):
     assert Measured(config).observe(rows(waited_s, 1 - waited_s), busy=busy, target=target) == expected
 
 
@@ -373,9 +371,8 @@ class PoolScene:
 
     def are_up(self, *numbers: int) -> bool:
         names = {f"generator-{number}" for number in numbers}
-        return {role.name for role in self.pool.roles if role.is_running} == names and all(
-            (self.folder / f"{name}.up").exists() for name in names
-        )
+        running = {role.name for role in self.pool.roles if role.is_running}
+        return running == names and all((self.folder / f"{name}.up").exists() for name in names)
 
     def close(self) -> None:
         for role in self.pool.roles:

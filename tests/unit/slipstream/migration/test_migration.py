@@ -310,8 +310,8 @@ CASES: dict[str, dict[str, str]] = {
         "data.image_key: figures": "data.columns={images: figures}",
         "data.apply_chat_template_kwargs: {thinking: false}": "model.chat_template_kwargs={thinking: false}",
         "trainer.total_epochs: 2": "learner.epochs=2",
-        "actor_rollout_ref.rollout: {val_kwargs: {temperature: 0.7, top_p: 0.9, n: 2}}\ndata.val_files: a.parquet": (
-            "data.eval=[{name: a, path: a.parquet, samples: 2, temperature: 0.7, top_p: 0.9, top_k: -1}]"
+        "actor_rollout_ref.rollout: {val_kwargs: {temperature: 0.7, top_p: 0.9, n: 2}}\ndata.val_files: a.b": (
+            "data.eval=[{name: a, path: a.b, samples: 2, temperature: 0.7, top_p: 0.9, top_k: -1}]"
         ),
         f"{DISTILL} distillation_loss: {{use_task_rewards: false}}}}": "algorithm/advantage=moving_baseline",
         f"{DISTILL} teacher_models: {{t: {{model_path: big}}}}}}": "algorithm.distillation.teacher_path=big",
@@ -345,9 +345,7 @@ CASES: dict[str, dict[str, str]] = {
 NEEDED = {"trl": "num_generations: 8\n", "openrlhf": "rollout.batch_size: 8\n", "prime-rl": "orchestrator.made.up: 1\n"}
 
 
-@pytest.mark.parametrize(
-    ("trainer", "given", "ours"), [(trainer, *case) for trainer, cases in CASES.items() for case in cases.items()]
-)
+@cases("trainer, given, ours", *((trainer, *case) for trainer, table in CASES.items() for case in table.items()))
 def test_a_setting_of_another_trainer_becomes_ours(tmp_path: Path, trainer: str, given: str, ours: str) -> None:
     needed = NEEDED.get(trainer, "algorithm.gamma: 1.0\n")
     assert ours in imported(tmp_path, trainer, needed + given, name="f.yaml").overrides
@@ -467,10 +465,8 @@ def test_settings_that_need_no_equivalent_say_why_an_older_name_counts_and_other
     found = imported(tmp_path, "verl", lines, name="f.yaml")
     assert found.untranslated == []
     reason = "microbatches are filled up to learner.tokens_per_microbatch and balanced over ranks"
-    assert found.decided == [
-        f"{reason}: trainer.balance_batch=true",
-        "only algorithm/advantage=gae has a critic: critic.optim.lr=1",
-    ]
+    critic = "only algorithm/advantage=gae has a critic: critic.optim.lr=1"
+    assert found.decided == [f"{reason}: trainer.balance_batch=true", critic]
     lines = "rollout.batch_size: 8\nrollout_batch_size: 8\nseed: 1\ntrain.seed: 2"
     found = imported(tmp_path, "openrlhf", lines, name="f.yaml")
     assert {"learner.prompts_per_step=8", "seed=2"} <= set(found.overrides)

@@ -126,9 +126,7 @@ def test_columns_are_those_that_were_asked_for_with_every_number_of_the_file(cli
         assert found == pytest.approx(numbers, rel=5e-6, nan_ok=True)
 
 
-def test_every_documented_metric_and_every_setting_has_its_meaning_and_the_summary_is_empty_before_the_end(
-    client, tmp_path
-):
+def test_metrics_and_settings_have_meanings_and_the_summary_is_empty_before_the_end(client, tmp_path):
     meanings = {each["key"]: each for each in client.get("/api/meanings").json()}
     assert meanings["learner/ess"]["healthy"] == ">= 0.3"
     assert meanings["learner/wait_s"]["unit"] == "s"

@@ -253,10 +253,8 @@ def test_steps_that_stand_out_changes_of_pace_and_what_was_generated_in_vain_are
         row["time_s"] += 0.5 * (row["step"] - 20)
         row["learner/train_s"] += 0.5
     (fact,) = (fact for fact in slow(learner=BUSY, rows=rows).facts if fact.startswith("the pace"))
-    assert fact == (
-        "the pace changed: the median of steps 2 to 10 is 0.5 s, of steps 32 to 40 1 s; what grew most is training "
-        "(+0.5 s a step)"
-    )
+    medians = "the median of steps 2 to 10 is 0.5 s, of steps 32 to 40 1 s"
+    assert fact == f"the pace changed: {medians}; what grew most is training (+0.5 s a step)"
     rows = [make_row(1), make_row(2, **{"buffer/waste_fraction": 0.3, "learner/stale_fraction": 0.01})]
     told = [fact for fact in slow(learner=BUSY, rows=rows).facts if "%" in fact and "buffer/" in fact]
     assert told == ["30% of the tokens left the buffer untrained (buffer/waste_fraction)"]
@@ -362,10 +360,8 @@ def test_a_fall_by_other_data_is_split_into_mix_and_rewards(before, after, split
     answer = fallen(change=lambda row: mixed(**(before if row["step"] < FALLS_AT else after)))
     assert answer.facts[0] == f"of a change of {split} rewards within them"
     if before["easy"] == 75:
-        assert set(answer.facts[1:3]) == {
-            "  easy: 75% to 25% of the answers, reward 1 to 1",
-            "  hard: 25% to 75% of the answers, reward 0.2 to 0.2",
-        }
+        hard = "  hard: 25% to 75% of the answers, reward 0.2 to 0.2"
+        assert {*answer.facts[1:3]} == {"  easy: 75% to 25% of the answers, reward 1 to 1", hard}
         assert answer.note == ""
 
 
@@ -431,9 +427,8 @@ def write(folder: Path, stages: list[tuple[float, str, int, str]], *, damaged: b
 def test_the_timeline_of_a_run_is_that_of_its_records(tmp_path: Path) -> None:
     # Roles append their stages in any order.
     answer = explain_start(read_stages(write(tmp_path, RECORDED[::-1])))
-    assert answer.headline == (
-        "Training began 12.7 s after the start and took 30.0 s; 2.8 s followed: 15.5 s outside of training."
-    )
+    began = "Training began 12.7 s after the start and took 30.0 s"
+    assert answer.headline == f"{began}; 2.8 s followed: 15.5 s outside of training."
     # The stages that span training, such as `roles ended`, wait for it. That of the learner waits for the generator.
     assert [(each.key, each.figures) for each in answer.findings] == [
         ("learner/training", "11.0 s, until 12.7 s"),

@@ -125,9 +125,7 @@ ROW = {
 class Scene:
     """A run in a store, with its live view on a console."""
 
-    def __init__(
-        self, *, is_terminal: bool, width: int = 120, model: Path | None = None, answers: list[Trajectory] | None = None
-    ) -> None:
+    def __init__(self, *, is_terminal, width=120, model: Path | None = None, answers: list[Trajectory] | None = None):
         """`model` has the tokenizer of `answers`, those of every step."""
         run = make_run(model={"path": str(model)}) if model else make_run()
         self.store = MemoryStore()
@@ -215,9 +213,7 @@ def test_rows_are_new_once_even_if_the_store_has_dropped_older_ones(scene):
     (11, 0.5, {"is_terminal": True, "width": 120}, True),
     (11, 0.5, {"is_terminal": True, "width": 90}, False),
 )
-def test_answers_are_shown_every_ten_steps_and_at_the_start_of_a_run_without_a_signal(
-    tmp_path, step, unsignaled, size, has_answers
-):
+def test_answers_are_shown_at_times_and_without_a_signal(tmp_path, step, unsignaled, size, has_answers):
     byte_tokenizer(tmp_path / "model", *"abcdefghijkl")
     answers = [make_trajectory("0", index, reward=Reward(total)) for index, total in enumerate((0.5, 0.0, 1.0))]
     scene = Scene(model=tmp_path / "model", answers=answers, **size)

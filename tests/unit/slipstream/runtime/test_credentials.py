@@ -185,18 +185,13 @@ def test_what_a_reader_needs_stays(text):
 
 
 def test_what_is_known_is_left_out_wherever_it_stands_and_settings_keep_their_shape():
-    environment = {
-        "WANDB_API_KEY": PLANTED,
-        "OTEL_EXPORTER_OTLP_HEADERS": f"x-a={PLANTED[::-1]},b=c",
-        "PATH": "/usr/bin",
-    }
+    headers = {"OTEL_EXPORTER_OTLP_HEADERS": f"x-a={PLANTED[::-1]},b=c"}
+    environment = headers | {"WANDB_API_KEY": PLANTED, "PATH": "/usr/bin"}
     known = known_secrets(environment, "the run's own token")
     assert known >= {PLANTED, PLANTED[::-1], "the run's own token"}
     assert "/usr/bin" not in known
-    assert (
-        mask(f"joined as x{PLANTED}y with the run's own token", known=known)
-        == f"joined as x{LEFT_OUT}y with {LEFT_OUT}"
-    )
+    masked = mask(f"joined as x{PLANTED}y with the run's own token", known=known)
+    assert masked == f"joined as x{LEFT_OUT}y with {LEFT_OUT}"
     settings = {
         "max_tokens": 512, "tools": [{"headers": {"X-Key": PLANTED}, "url": f"https://a:{PLANTED}@host"}],
         "judge": {"api_key": PLANTED, "model": "small"}, "token_file": "here", "token": None,

@@ -149,9 +149,7 @@ def test_a_name_outside_the_cache_has_no_fingerprint_and_the_hub_is_not_asked(pa
     check_same_model(path, None)
 
 
-def test_a_name_of_the_hub_is_found_in_its_cache_and_of_a_multimodal_config_the_language_model_counts(
-    original, copy, tmp_path, monkeypatch
-):
+def test_a_name_of_the_hub_is_found_in_its_cache(original, copy, tmp_path, monkeypatch):
     snapshot = tmp_path / "models--owner--tiny" / "snapshots" / "abc"
     shutil.copytree(original, snapshot)
     (tmp_path / "models--owner--tiny" / "refs").mkdir()
@@ -180,9 +178,8 @@ def test_positions_are_those_of_the_model(folder: Path) -> None:
     pictures = [make_picture(24, 16), make_picture(8, 40), make_picture(16, 16)]
     token_ids, placed = vision.expand([3, *PLACE, 4, 5, *PLACE, *PLACE, 6, 7], pictures)
     ids = torch.tensor([token_ids])
-    expected, _ = model.model.get_rope_index(
-        ids, mm_token_type_ids=(ids == IMAGE).int(), image_grid_thw=torch.tensor([image.grid for image in placed])
-    )
+    grids = torch.tensor([image.grid for image in placed])
+    expected, _ = model.model.get_rope_index(ids, mm_token_type_ids=(ids == IMAGE).int(), image_grid_thw=grids)
     found = vision.positions(len(token_ids), [(image.first_token, image.grid) for image in placed])
     assert found.tolist() == expected[:, 0].tolist()
     assert vision.positions(5, []).tolist() == [[0, 1, 2, 3, 4]] * 3

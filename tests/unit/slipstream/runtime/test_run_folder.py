@@ -72,10 +72,8 @@ def test_a_run_in_one_process_is_not_resumed(tmp_path: Path, resume: bool | str)
     used.claim()
     used.record_training()
     used.unlock()
-    words = (
-        r"resume must be false with mode=serial, .* of a model below .*/test/checkpoints" if resume else "which exists"
-    )
-    with pytest.raises(ConfigError, match=words) as refused:
+    words = r"resume must be false with mode=serial, .* of a model below .*/test/checkpoints"
+    with pytest.raises(ConfigError, match=words if resume else "which exists") as refused:
         folder_in(tmp_path, resume=resume, **one_process).check_name()
     assert "resume=true" not in str(refused.value)
 
@@ -218,9 +216,8 @@ sys.stdin.read()
 
 
 def test_a_run_has_one_owner_until_that_process_is_gone(tmp_path: Path):
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as owner:
+    command, pipe = [sys.executable, "-c", HOLD, str(tmp_path)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "held\n"
         second = folder_in(tmp_path, resume=True)

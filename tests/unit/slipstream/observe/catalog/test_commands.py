@@ -466,9 +466,7 @@ def test_a_whole_archive_is_read(damaged, capsys, command):
 CASES = [(name, damage, key) for name in FILES for damage in FILES[name] for key in COMMANDS]
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "command"), [case for case in CASES if case[2] not in UNREAD.get(case[0], ())]
-)
+@cases("name, damage, command", *(case for case in CASES if case[2] not in UNREAD.get(case[0], ())))
 def test_damage_is_named_by_every_command_that_reads_the_file(damaged, capsys, name, damage, command):
     path = damaged / name
     path.write_bytes(DAMAGES[damage](path.read_bytes()))

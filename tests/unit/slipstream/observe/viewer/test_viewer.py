@@ -158,10 +158,8 @@ async def test_a_group_stands_side_by_side(pilot, archive):
     await keys(pilot, "end", "g")
     assert isinstance(pilot.app.screen, GroupScreen)
     columns = [str(column.content) for column in pilot.app.screen.query(".member Static").results(Static)]
-    assert [column.splitlines()[:2] for column in columns] == [
-        ["300-0-0", "reward 0  advantage -0.500"],
-        ["300-0-1", "reward 1  advantage +0.500"],
-    ]
+    heads = [["300-0-0", "reward 0  advantage -0.500"], ["300-0-1", "reward 1  advantage +0.500"]]
+    assert [column.splitlines()[:2] for column in columns] == heads
     await keys(pilot, "c", "t", "escape", "enter", "g", "q", "q")
     assert current(pilot) == "300-0-1"
 
@@ -192,9 +190,7 @@ async def test_what_is_archived_meanwhile_appears(pilot, archive):
     assert "the files must stay where they were opened" in shown(pilot, "#status")
 
 
-def test_a_long_trajectory_is_shown_in_pages_and_without_a_terminal_the_command_says_what_prints(
-    archive, tmp_path, capsys
-):
+def test_a_long_trajectory_is_shown_in_pages_and_a_terminal_is_needed(archive, tmp_path, capsys):
     with open_catalog(str(archive)) as catalog:
         detail = catalog.trajectory("1-0-0")
     assert detail is not None
