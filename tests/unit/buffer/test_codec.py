@@ -103,10 +103,9 @@ def test_a_header_describes_its_payload():
 
 def test_extension_types_unknown_and_missing_fields_and_odd_masks_are_refused():
     extension = msgpack.ExtType(42, b"anything")
-    assert reason_of(spoilt(extras={"x": extension})) == "malformed"
     assert reason_of(msgpack.packb(extension)) == "malformed"
-    assert reason_of(spoilt(surprise=1)) == "malformed"
-    assert reason_of(spoilt(model_mask=["bool", [12], b"\x02" * 12])) == "malformed"
+    for changes in ({"extras": {"x": extension}}, {"surprise": 1}, {"model_mask": ["bool", [12], b"\x02" * 12]}):
+        assert reason_of(spoilt(**changes)) == "malformed"
     fields = fields_of(make_trajectory())
     del fields["reward"]
     assert reason_of(msgpack.packb(fields)) == "malformed"
@@ -130,26 +129,19 @@ def test_an_array_that_is_none_is_refused(array):
     assert reason_of(spoilt(token_ids=array)) == "malformed"
 
 
-@cases(
-    "changes",
-    {"token_ids": np.arange(12, dtype=np.int64)},
-    {"token_ids": np.arange(12, dtype=np.int32).reshape(3, 4)},
-    {"token_ids": np.array(0, dtype=np.int32)},
-    {"model_mask": np.ones(11, dtype=bool)},
-    {"model_mask": np.ones(12, dtype=np.uint8)},
-    {"generator_logprobs": np.full(12, -1.0)},
-    {"generator_logprobs": np.full(13, -1.0, dtype=np.float32)},
-)
-def test_arrays_of_another_type_or_length_are_refused(changes):
-    assert reason_of(encode(make_trajectory(**changes))) == "shape"
-
-
 KINDS = {"token_ids": np.int32, "model_mask": bool, "generator_logprobs": np.float32}
 NOTHING = {name: np.zeros(0, dtype=dtype) for name, dtype in KINDS.items()}
 
 
 @cases(
     "changes, reason",
+    ({"token_ids": np.arange(12, dtype=np.int64)}, "shape"),
+    ({"token_ids": np.arange(12, dtype=np.int32).reshape(3, 4)}, "shape"),
+    ({"token_ids": np.array(0, dtype=np.int32)}, "shape"),
+    ({"model_mask": np.ones(11, dtype=bool)}, "shape"),
+    ({"model_mask": np.ones(12, dtype=np.uint8)}, "shape"),
+    ({"generator_logprobs": np.full(12, -1.0)}, "shape"),
+    ({"generator_logprobs": np.full(13, -1.0, dtype=np.float32)}, "shape"),
     ({"generator_logprobs": logprobs(np.nan)}, "nonfinite_logprob"),
     ({"generator_logprobs": logprobs(-np.inf)}, "nonfinite_logprob"),
     ({"generator_logprobs": logprobs(0.01)}, "positive_logprob"),
