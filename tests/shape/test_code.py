@@ -48,10 +48,19 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
                 yield f"{path}:{node.lineno}", node
 
 
-def test_no_command_line_takes_abbreviations() -> None:
+def test_no_command_line_takes_abbreviations_no_file_names_a_machine_and_errors_end_in_error() -> None:
     # `--jso` would become another option with the next one that begins so.
     parsers = [(place, node) for place, node in nodes(ast.Call) if ast.unparse(node.func).endswith("ArgumentParser")]
     assert_none([place for place, node in parsers if "allow_abbrev=False" not in ast.unparse(node)])
+    violations = []
+    for place, node in nodes(ast.ClassDef):
+        bases = [ast.unparse(base) for base in node.bases]
+        if any(base.endswith(("Error", "Exception")) for base in bases) and not node.name.endswith("Error"):
+            violations.append(f"{place} {node.name}({', '.join(bases)})")
+    assert_none(violations)
+    files = [path for path in paths() if not path.endswith((".png", ".parquet", "tests/shape/test_code.py"))]
+    numbered = [(path, number, line) for path in files for number, line in enumerate(text(path).splitlines(), start=1)]
+    assert_none([f"{path}:{number} {line.strip()}" for path, number, line in numbered if MACHINE_PATH.search(line)])
 
 
 def test_every_module_has_a_docstring_and_none_opens_with_a_question_word() -> None:
@@ -62,15 +71,6 @@ def test_every_module_has_a_docstring_and_none_opens_with_a_question_word() -> N
     strings = [(place, node.value.value) for place, node in nodes(ast.Expr) if isinstance(node.value, ast.Constant)]
     lines = [(place, words.strip().splitlines()[0]) for place, words in strings if isinstance(words, str)]
     assert_none([f"{place} {line}" for place, line in lines if QUESTION.match(line)])
-
-
-def test_every_class_of_errors_ends_in_error() -> None:
-    violations = []
-    for place, node in nodes(ast.ClassDef):
-        bases = [ast.unparse(base) for base in node.bases]
-        if any(base.endswith(("Error", "Exception")) for base in bases) and not node.name.endswith("Error"):
-            violations.append(f"{place} {node.name}({', '.join(bases)})")
-    assert_none(violations)
 
 
 def test_nothing_unpickles_or_evaluates() -> None:
@@ -134,12 +134,6 @@ yaml.safe_load(x)
 def test_the_search_for_dangerous_lines_finds_them_and_no_others() -> None:
     found = [line for line in (DANGEROUS + HARMLESS).splitlines() if list(dangerous_lines(ast.parse(line)))]
     assert found == DANGEROUS.split("\n")[1:-1]
-
-
-def test_no_file_names_a_path_of_one_machine() -> None:
-    files = [path for path in paths() if not path.endswith((".png", ".parquet", "tests/shape/test_code.py"))]
-    numbered = [(path, number, line) for path in files for number, line in enumerate(text(path).splitlines(), start=1)]
-    assert_none([f"{path}:{number} {line.strip()}" for path, number, line in numbered if MACHINE_PATH.search(line)])
 
 
 WITHOUT_TORCH = [

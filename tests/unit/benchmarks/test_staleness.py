@@ -85,7 +85,7 @@ def test_the_same_plan_gives_the_same_run_and_each_replayed_batch_makes_a_versio
     assert run.trainer.num_updates == 9
 
 
-def test_figures_and_cells_of_a_report_mean_what_their_names_say() -> None:
+def test_figures_and_cells_of_a_report_mean_what_their_names_say_and_plans_are_distinct() -> None:
     accuracies = [0.1, 0.95, 0.5, 0.5, 0.5, 0.5, 1.0]
     points = [Point(20 * n, 100 * n, 2.0 * n, accuracy, 1.0) for n, accuracy in enumerate(accuracies)]
     summary = summarize(points)
@@ -97,9 +97,6 @@ def test_figures_and_cells_of_a_report_mean_what_their_names_say() -> None:
     assert (seconds_cell(rows[1:]), seconds_cell([])) == ("never", "")
     trained = [{"accuracy": accuracy} for accuracy in (0.1, 0.9, 0.96, 0.7, 1.0)]
     assert (lowest({"points": trained}), lowest({"points": trained[:2]})) == (0.7, None)
-
-
-def test_plans_are_distinct() -> None:
     settings = {"steps": 1, "groups": 1, "learning_rate": 1e-3, "seeds": (0, 1)}
     lagging = [*make_plans(Namespace(lags=(0, 8), replay=(), methods=None, **settings))]
     replayed = [*make_plans(Namespace(lags=(0, 8), replay=(0, 3), methods=None, **settings))]

@@ -77,17 +77,7 @@ def test_a_trajectory_comes_back_as_it_was_sent():
     assert encode(got) == encode(sent)
 
 
-def test_arrays_are_sent_little_endian_from_any_byte_order_and_a_payload_of_schema_3_is_read():
-    big_endian = np.arange(12, dtype=">i4")
-    assert encode(make_trajectory(token_ids=big_endian)) == encode(make_trajectory())
-    fields = msgspec.structs.asdict(make_trajectory())
-    fields["reward"] = {"total": 0.5, "parts": {}, "status": "ok", "is_correct": False, "detail": ""}
-    for name in ("context_starts", "arrays", "media", "metrics"):
-        del fields[name]
-    assert encode(unpack(encode(fields))) == encode(make_trajectory())
-
-
-def test_a_header_describes_its_payload():
+def test_a_header_describes_its_payload_in_little_endian_arrays_and_schema_3_is_read():
     header, payload = make_packed("17", 3, group_size=8, version_spans=[VersionSpan(6, 2), VersionSpan(9, 5)])
     assert (header.oldest_version, header.newest_version, header.num_tokens) == (2, 5, 12)
     assert (header.payload_bytes, header.checksum) == (len(payload), checksum(payload))
@@ -99,6 +89,13 @@ def test_a_header_describes_its_payload():
     header, payload = make_packed(model_mask=mask, version_spans=spans)
     assert (header.oldest_version, header.newest_version) == (2, 3)
     check_header(header, payload)
+    big_endian = np.arange(12, dtype=">i4")
+    assert encode(make_trajectory(token_ids=big_endian)) == encode(make_trajectory())
+    fields = msgspec.structs.asdict(make_trajectory())
+    fields["reward"] = {"total": 0.5, "parts": {}, "status": "ok", "is_correct": False, "detail": ""}
+    for name in ("context_starts", "arrays", "media", "metrics"):
+        del fields[name]
+    assert encode(unpack(encode(fields))) == encode(make_trajectory())
 
 
 def test_extension_types_unknown_and_missing_fields_and_odd_masks_are_refused():

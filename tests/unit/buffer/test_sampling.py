@@ -121,7 +121,7 @@ def fresh(candidates, sampler, num_groups, *, step=4):
     return sample_fresh(candidates, sampler, num_groups=num_groups, seed=3, step=step)
 
 
-def test_uniform_is_fixed_for_good_by_seed_and_step_and_freshest_by_version():
+def test_uniform_is_fixed_by_seed_and_step_and_samples_all_with_the_same_probability():
     assert fresh(TWELVE, UniformConfig(), 5)[0] == ["8", "5", "9", "10", "3"]
     assert fresh(TWELVE, UniformConfig(), 5, step=5)[0] != ["8", "5", "9", "10", "3"]
     queue = Queue(ready=[], reusable=TWELVE, num_arrived=12, num_uses=0)
@@ -129,9 +129,6 @@ def test_uniform_is_fixed_for_good_by_seed_and_step_and_freshest_by_version():
     assert used.group_ids != ["8", "5", "9", "10", "3"], "drawn independently"
     versions = [candidate(0, oldest_version=1), candidate(1, oldest_version=3), candidate(2, oldest_version=3)]
     assert fresh(versions, FreshestConfig(), 3)[0] == ["1", "2", "0"], "equals by arrival"
-
-
-def test_uniform_samples_without_replacement_and_all_with_the_same_probability():
     counts = Counter(name for step in range(4000) for name in fresh(TWELVE, UniformConfig(), 3, step=step)[0])
     # 1000 expected each, standard deviation 27: five of them.
     assert all(abs(counts[str(number)] - 1000) < 137 for number in range(12))
@@ -192,10 +189,13 @@ def select(groups: Queue, how: SamplingRules, num_groups: int) -> Sample | NotRe
     return sample(groups, how, num_groups=num_groups, seed=0, step=1)
 
 
-def test_only_plain_rules_may_skip_reading_the_queue():
+def test_only_plain_rules_may_skip_reading_the_queue_and_groups_too_old_or_too_many_are_released():
     assert rules().only_oldest
     others = [rules("drop"), rules(max_uses=2), SamplingRules(UniformConfig())]
     assert not any(other.only_oldest for other in [*others, rules(samples_per_insert=1.0)])
+    groups = queue(reusable=[3, 1, 4, 5])
+    assert evict(groups, rules(max_uses=2, max_age=3), version=5).released == ["51"]
+    assert evict(groups, rules(max_uses=2, max_groups=2), version=5).released == ["50", "51"]
 
 
 @pytest.mark.parametrize(("on_stale", "expired"), [("mask", []), ("drop", ["0"])])
@@ -203,12 +203,6 @@ def test_a_group_beyond_the_bound_leaves_the_queue_as_the_policy_says(on_stale, 
     evictions = evict(queue(ready=[2, 3, 5]), rules(on_stale), version=5)
     assert evictions.expired == expired
     assert bool(evictions.expired or evictions.released) == bool(expired)
-
-
-def test_groups_are_released_when_they_are_too_old_or_too_many():
-    groups = queue(reusable=[3, 1, 4, 5])
-    assert evict(groups, rules(max_uses=2, max_age=3), version=5).released == ["51"]
-    assert evict(groups, rules(max_uses=2, max_groups=2), version=5).released == ["50", "51"]
 
 
 @cases(

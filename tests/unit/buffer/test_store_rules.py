@@ -113,7 +113,7 @@ ROLES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_shares_are_those_of_a_role_and_processor_seconds_those_of_a_step() -> None:
+def test_shares_are_those_of_a_role_and_time_before_the_training_or_a_restart_is_counted_rightly() -> None:
     times = make_step_times(time_counters(ROLES), steps=20)
     assert (times.steps, times.step_s) == (20, 0.5)
     found = {each.role: each for each in times.roles}
@@ -124,9 +124,6 @@ def test_shares_are_those_of_a_role_and_processor_seconds_those_of_a_step() -> N
     assert (found["generator"].count, found["generator"].shares["working"]) == (2, 0.9)
     assert [each.cpu_s for each in times.roles] == [0.05, 0.25, 0.025, 0.0125]
     assert found["store"].shares == {"busy": 0.025}
-
-
-def test_time_before_the_training_and_before_a_restart_is_counted_rightly() -> None:
     growth = Growth(time_counters(ROLES))
     later = {"role": "generator", "time/working": 11.0, "time/prompts": 1.0}
     growth.update(time_counters({"b": later}))

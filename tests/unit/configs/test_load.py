@@ -43,13 +43,21 @@ def test_a_value_is_overridden_with_or_without_a_plus(override: str, value: obje
     assert found == value
 
 
-def test_the_command_line_wins_over_the_experiment_and_an_experiment_over_the_groups() -> None:
+def test_the_command_line_wins_over_the_experiment_and_a_switched_variant_keeps_nothing_of_the_old_one() -> None:
     default = load([])
     assert (default.name, default.learner.optimizer.learning_rate) == ("digits_cpu", 3e-3)
     assert isinstance(default.generators.engine, VllmEngineConfig)
     run = load(["experiment=digits_serial", "generators/engine=scripted", "name=mine"])
     assert (run.name, run.mode, run.generators.engine.__struct_config__.tag) == ("mine", "serial", "scripted")
     assert isinstance(run.learner.engine, TorchEngineConfig)
+    store = ["buffer/store=redis", "buffer.store.url=redis://h:1/0"]
+    run = load(["experiment=gsm8k_1gpu", "generators/engine=hf", *store])
+    assert run.generators.engine == HfEngineConfig()
+    assert run.buffer.store == RedisConfig(url="redis://h:1/0")
+    assert load(["generators.autoscale=null"]).generators.autoscale is None
+    scale = load(["generators.autoscale.max=5"]).generators.autoscale
+    assert scale is not None
+    assert scale.max == 5
 
 
 @cases(
@@ -63,17 +71,6 @@ def test_steps_on_the_command_line_replace_the_passes_of_a_file(overrides: list[
     assert load(overrides).learner.epochs == epochs
     with pytest.raises(ConfigError, match=r"learner\.max_steps must not be set with learner\.epochs"):
         load(["learner.epochs=3", "learner.max_steps=7"])
-
-
-def test_a_switched_variant_keeps_nothing_of_the_old_one_and_a_record_can_be_switched_off() -> None:
-    store = ["buffer/store=redis", "buffer.store.url=redis://h:1/0"]
-    run = load(["experiment=gsm8k_1gpu", "generators/engine=hf", *store])
-    assert run.generators.engine == HfEngineConfig()
-    assert run.buffer.store == RedisConfig(url="redis://h:1/0")
-    assert load(["generators.autoscale=null"]).generators.autoscale is None
-    scale = load(["generators.autoscale.max=5"]).generators.autoscale
-    assert scale is not None
-    assert scale.max == 5
 
 
 def test_yaml_holds_every_value_and_a_variant_without_a_kind_names_the_kinds() -> None:

@@ -63,12 +63,19 @@ def test_settings_of_two_roles_that_contradict_each_other_are_refused(overrides:
         load(["experiment=digits_cpu", *overrides.split()])
 
 
-def test_a_buffer_or_mix_for_which_the_learner_would_wait_for_ever_is_refused() -> None:
+def test_bounds_of_one_record_are_checked_and_a_learner_that_would_wait_for_ever_is_refused() -> None:
     reuse = {"max_uses": 4, "fresh_fraction": 0.5, "samples_per_insert": 1.5}
     with pytest.raises(msgspec.ValidationError, match=r"samples_per_insert must be >= .* \(4 / 2 = 2\), got 1\.5"):
         make_run(buffer={"reuse": reuse}, learner=STEPS_OF_FOUR)
     with pytest.raises(msgspec.ValidationError, match=r"mix\.fraction must leave at least one of 4 .* got 0\.1"):
         make_run(replay_mix={"archive": "there", "fraction": 0.1}, learner=STEPS_OF_FOUR)
+    words = r"buffer\.filter\.min_accuracy must be < buffer\.filter\.max_accuracy \(0\.5\)"
+    with pytest.raises(ConfigError, match=words):
+        AccuracyConfig(min_accuracy=0.5, max_accuracy=0.5)
+    with pytest.raises(ConfigError, match=r"fresh_fraction must be >= 1 / max_uses \(0\.5\), got 0\.25"):
+        ReuseConfig(max_uses=2, fresh_fraction=0.25)
+    broker = make_run(broker={"lease_s": 5.0}).broker
+    assert (broker.store_timeout_s, broker.claim_lease_s) == (10.0, 20.0)
 
 
 @cases(
@@ -80,16 +87,6 @@ def test_a_buffer_or_mix_for_which_the_learner_would_wait_for_ever_is_refused() 
 def test_a_filter_that_accepts_nothing_and_a_group_without_room_are_refused(chosen, generators, key: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=f"^{re.escape(key)} must "):
         make_run(buffer={"filter": chosen}, generators=generators, algorithm=OF_ONE)
-
-
-def test_bounds_of_one_record_are_checked_and_patience_with_the_store_follows_from_leases() -> None:
-    words = r"buffer\.filter\.min_accuracy must be < buffer\.filter\.max_accuracy \(0\.5\)"
-    with pytest.raises(ConfigError, match=words):
-        AccuracyConfig(min_accuracy=0.5, max_accuracy=0.5)
-    with pytest.raises(ConfigError, match=r"fresh_fraction must be >= 1 / max_uses \(0\.5\), got 0\.25"):
-        ReuseConfig(max_uses=2, fresh_fraction=0.25)
-    broker = make_run(broker={"lease_s": 5.0}).broker
-    assert (broker.store_timeout_s, broker.claim_lease_s) == (10.0, 20.0)
 
 
 def test_what_just_fits_is_accepted_and_supervised_training_ignores_the_generators() -> None:

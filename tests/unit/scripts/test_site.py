@@ -114,7 +114,7 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load(alerts())["groups"] for rule in group["rules"]]
 
 
-def test_the_dashboard_asks_for_what_is_served_and_for_the_chosen_runs_alone():
+def test_the_dashboard_asks_for_what_is_served_and_panels_have_places_and_ranges():
     queries = [target["expr"] for panel in panels() for target in panel.get("targets", ())]
     assert len(queries) > 40
     for query in queries:
@@ -123,9 +123,6 @@ def test_the_dashboard_asks_for_what_is_served_and_for_the_chosen_runs_alone():
         assert set(names) <= SERVED, query
         assert query.count('run=~"$run"') == len(names), query
         assert_balanced(query)
-
-
-def test_panels_have_places_of_their_own_and_the_range_of_a_metric_is_shaded():
     places = [panel["gridPos"] for panel in panels()]
     spans = [(range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"])) for at in places]
     cells = [cell for span in spans for cell in product(*span)]
@@ -138,7 +135,7 @@ def test_panels_have_places_of_their_own_and_the_range_of_a_metric_is_shaded():
     assert set(shaded) == {key for key, healthy in RANGES.items() if not healthy.of_median}
 
 
-def test_alerts_have_the_shape_that_prometheus_reads():
+def test_alerts_have_the_shape_that_prometheus_reads_and_every_promise_has_one():
     names = [rule["alert"] for rule in rules()]
     assert len(set(names)) == len(names)
     for rule in rules():
@@ -150,23 +147,13 @@ def test_alerts_have_the_shape_that_prometheus_reads():
         assert "{{ $labels.run }}" in rule["annotations"]["summary"]
         assert not re.search(r"[^{]\{\w+\}", rule["annotations"]["summary"].replace("{{ $labels.run }}", ""))
         assert_balanced(rule["expr"])
-
-
-def test_every_promise_has_an_alert():
     expressions = {rule["alert"]: rule["expr"] for rule in rules()}
-    for alert, name in (
-        ("SlipstreamDeadEndNear", "slipstream_dead_end_after_seconds"),
-        ("SlipstreamLagAtBound", "slipstream_max_lag"),
-        ("SlipstreamRefusedFrames", "slipstream_refused_frames_total"),
-        ("SlipstreamDiskFull", "slipstream_disk_free_bytes"),
-        ("SlipstreamCheckpointOld", "slipstream_checkpoint_age_seconds"),
-        ("SlipstreamNoStep", "slipstream_progress_age_seconds"),
-        ("SlipstreamZeroAdvantage", "slipstream_group_ends_total"),
-        ("SlipstreamGeneratorsMissing", "slipstream_generators_target"),
-        ("SlipstreamRestartLoop", "slipstream_role_restarts_total"),
-        ("SlipstreamStoreMemory", "slipstream_store_memory_limit_bytes"),
-    ):
-        assert name in expressions[alert]
+    promises = {"DeadEndNear": "dead_end_after_seconds", "LagAtBound": "max_lag", "DiskFull": "disk_free_bytes"}
+    promises |= {"RefusedFrames": "refused_frames_total", "CheckpointOld": "checkpoint_age_seconds"}
+    promises |= {"NoStep": "progress_age_seconds", "ZeroAdvantage": "group_ends_total"}
+    promises |= {"GeneratorsMissing": "generators_target", "RestartLoop": "role_restarts_total"}
+    for alert, name in (promises | {"StoreMemory": "store_memory_limit_bytes"}).items():
+        assert f"slipstream_{name}" in expressions[f"Slipstream{alert}"]
 
 
 def assert_balanced(query: str) -> None:

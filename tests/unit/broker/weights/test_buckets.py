@@ -74,16 +74,13 @@ def test_slots_are_ordered_aligned_disjoint_and_within_the_limit(sizes: list[int
     assert [slot.bucket for slot in slots] == sorted(slot.bucket for slot in slots)
 
 
-def test_a_tensor_larger_than_a_bucket_gets_its_own_and_names_must_be_unique() -> None:
+def test_a_large_tensor_gets_its_own_bucket_names_are_unique_and_packing_casts_without_gradients() -> None:
     tensors = [("a", torch.zeros(4)), ("big", torch.zeros(1000)), ("b", torch.zeros(4)), ("c", torch.zeros(4))]
     slots, sizes = layout(tensors, bucket_bytes=128)
     assert [(slot.bucket, slot.offset) for slot in slots] == [(0, 0), (1, 0), (2, 0), (2, 64)]
     assert sizes == [16, 4000, 80]
     with pytest.raises(WeightTransferError, match="must be unique, got repeated: w"):
         layout([("w", torch.ones(3)), ("w", torch.ones(3))], bucket_bytes=1024)
-
-
-def test_packing_casts_and_records_no_gradient_and_unpacked_tensors_are_views() -> None:
     source = torch.tensor([1.0, 2.5, 3.00001])
     slots, sizes = buckets.plan([("w", source.shape, torch.bfloat16)], bucket_bytes=64)
     (_, received) = buckets.unpack(pack([("w", source)], slots, sizes), slots)[0]
@@ -337,16 +334,13 @@ def test_a_family_is_published_as_its_checkpoint_and_loaded_from_it(tmp_path, na
     assert all(tensor.equal(other.state_dict()[held]) for held, tensor in module.state_dict().items())
 
 
-def test_a_tied_tensor_is_published_once_and_routing_biases_travel_in_float32():
+def test_tied_tensors_are_published_once_biases_in_float32_and_one_layer_converted_at_a_time():
     names = CheckpointNames(make_tiny_module(is_tied=True))
     assert names.tied == [["model.embed_tokens.weight", "lm_head.weight"]]
     assert "lm_head.weight" not in names.tensors
     metadata = CheckpointNames(make_family_module("glm4_moe")).metadata(torch.bfloat16)
     full = [name for name, _, dtype in metadata if dtype == torch.float32]
     assert full == ["model.layers.1.mlp.gate.e_score_correction_bias"]
-
-
-def test_only_one_layer_is_converted_at_a_time():
     module = make_family_module("qwen3_moe")
     copies = list[weakref.ref[torch.Tensor]]()
     most = 0

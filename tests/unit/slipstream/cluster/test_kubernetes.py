@@ -397,7 +397,7 @@ def variable(text: str, name: str) -> list[str]:
     return shlex.split(value.removeprefix("(").removesuffix(")"))
 
 
-def test_a_job_asks_for_the_nodes_of_the_learner_and_the_tasks_of_generators_each_with_own_options():
+def test_a_job_asks_for_nodes_and_tasks_each_with_own_options_and_its_roles_get_the_settings_of_the_run():
     text = script(*JOB, options=["--partition=gpu"])
     for checker in (["bash", "-n"], ["shellcheck", "--shell=bash", "-"]):
         if shutil.which(checker[0]):
@@ -423,9 +423,6 @@ def test_a_job_asks_for_the_nodes_of_the_learner_and_the_tasks_of_generators_eac
     assert {"--partition=l40s", "--mem-per-cpu=7680M"} <= set(generators)
     assert "--mem=524288M" in variable(text, "core")
     assert "--partition=l40s" not in core
-
-
-def test_the_roles_get_the_settings_of_the_run_and_go_on_where_they_were():
     text = script(*JOB, "data.train='it is $HOME \"here\".jsonl'", "model.path=models/mine")
     run = load(variable(text, "settings"))
     assert (run.name, run.resume, run.cluster.kind) == ("mine", "auto", "local")
