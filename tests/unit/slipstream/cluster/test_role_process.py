@@ -13,6 +13,7 @@ import pytest
 from slipstream.cluster.role_process import Restart, RoleDiedError, RoleProcess
 from tests.cases import cases
 from tests.runs import until
+from tests.unit.slipstream.runtime.test_process import NEVER_DONE
 
 ENDS_WITH = """
 import os, sys
@@ -22,14 +23,6 @@ if sys.argv[1] == "abort":
     print("error: the disk is gone\\nterminate called without an active exception", flush=True)
     os.abort()
 sys.exit(int(sys.argv[1]))
-"""
-NEVER_DONE = """
-import signal, sys
-from slipstream.runtime.process import on_stop_signal
-on_stop_signal(lambda: print("stopping", flush=True))
-print("up", flush=True)
-while True:
-    signal.pause()
 """
 
 
