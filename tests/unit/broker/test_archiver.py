@@ -75,9 +75,7 @@ class FakeStore:
         return [entry for entry in self.steps if entry.step >= first_step and entry.step > self.archived_step]
 
     def forget_steps(self, entry: StepEntry, *, fence: int) -> int:
-        self._record("forget_steps")
-        if fence != self.fence:
-            raise StaleFenceError(f"another broker took over from fence {fence}")
+        self._record("forget_steps", fence=fence)
         assert entry in self.steps
         self.archived_step, before = entry.step, self.archived_step
         return entry.step - before
@@ -99,9 +97,7 @@ class FakeStore:
         return self.groups[:limit]
 
     def forget(self, group_ids: list[str], *, fence: int) -> int:
-        self._record("forget")
-        if fence != self.fence:
-            raise StaleFenceError(f"another broker took over from fence {fence}")
+        self._record("forget", fence=fence)
         before = len(self.groups)
         self.groups = [group for group in self.groups if group.id not in group_ids]
         return before - len(self.groups)
@@ -109,10 +105,12 @@ class FakeStore:
     def close(self) -> None:
         self._record("close")
 
-    def _record(self, operation: str) -> None:
+    def _record(self, operation: str, *, fence: int | None = None) -> None:
         self.events.append(operation)
         if self.broken == operation:
             raise StoreUnavailableError("the store does not answer")
+        if fence not in (None, self.fence):
+            raise StaleFenceError(f"another broker took over from fence {fence}")
 
 
 @pytest.fixture
