@@ -2,7 +2,6 @@
 
 import random
 from collections import deque
-from collections.abc import Sequence
 from math import inf
 from statistics import mean, median
 from typing import NamedTuple
@@ -25,10 +24,6 @@ class Pace(NamedTuple):
     in_flight: int
 
 
-def vectors(paces: Sequence[Pace]) -> list[np.ndarray]:
-    return [np.array(column, dtype=np.float64) for column in zip(*paces, strict=True)]
-
-
 FAST = Pace(group_s=1.0, groups_per_s=8.0, in_flight=0)
 SLOW = Pace(group_s=10.0, groups_per_s=0.8, in_flight=0)
 
@@ -47,7 +42,8 @@ SLOW = Pace(group_s=10.0, groups_per_s=0.8, in_flight=0)
     ([Pace(1.0, 1.0, 1), Pace(1.0, 1.0, 1), Pace(1.0, 1.0, 1)], 1, [1, 1, 1]),
 )
 def test_shares_follow_throughput(paces: list[Pace], num_groups: int, expected: list[int]):
-    assert shares(*vectors(paces), num_groups=num_groups).tolist() == expected
+    vectors = [np.array(column, dtype=np.float64) for column in zip(*paces, strict=True)]
+    assert shares(*vectors, num_groups=num_groups).tolist() == expected
 
 
 READY = Pong(-1.0, "ready", 0)

@@ -31,7 +31,7 @@ G0, G1 = (MemberState(Member(name, "1"), "ready", 0) for name in ("g0", "g1"))
 
 
 def until(is_met: Callable[[], Any]) -> Any:
-    ends_at = time.monotonic() + 5
+    ends_at = time.monotonic() + 30
     while not (met := is_met()):
         assert time.monotonic() < ends_at
         time.sleep(0.001)

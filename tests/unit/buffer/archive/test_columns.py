@@ -46,12 +46,11 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     contexts = [int(written[1])] if len(written) > 1 and draw(st.booleans()) else []
     starts = sorted(draw(st.sets(st.integers(0, length - 1), max_size=4)) | {0})
     logprob = st.floats(-(2.0**100), 0, width=32)
+    plain = dict.fromkeys(("id", "prompt_uid", "generator_id", "data_source"), st.text(max_size=8))
+    plain |= {"index": COUNTS, "attempt": COUNTS, "started_at": FLOATS, "finished_at": FLOATS, "num_turns": INTEGERS}
     return Trajectory(
-        id=draw(st.text(max_size=8)),
+        **{name: draw(values) for name, values in plain.items()},
         group_id="0",
-        index=draw(COUNTS),
-        prompt_uid=draw(st.text(max_size=8)),
-        attempt=draw(COUNTS),
         token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)), np.int32),
         model_mask=mask,
         generator_logprobs=np.array(draw(st.lists(logprob, min_size=length, max_size=length)), np.float32),
@@ -66,11 +65,6 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         ),
         stop_reason=draw(st.text(min_size=1, max_size=8)),
         sampling=Sampling(*map(draw, [FLOATS] * 2 + [INTEGERS] * 3 + [st.none() | FLOATS, st.booleans()])),
-        generator_id=draw(st.text(max_size=8)),
-        started_at=draw(FLOATS),
-        finished_at=draw(FLOATS),
-        data_source=draw(st.text(max_size=8)),
-        num_turns=draw(INTEGERS),
         extras=draw(st.dictionaries(st.text(max_size=4), PLAIN, max_size=3)),
         context_starts=contexts,
         arrays=draw(st.dictionaries(st.text(min_size=1, max_size=4), arrays(length), max_size=2)),

@@ -32,7 +32,7 @@ STARTER = """
 import sys, time
 from pathlib import Path
 from slipstream.cluster import seat
-seat.GRACE_S = 0.3
+seat.GRACE_S = 0.3 if sys.argv[1] == "deaf" else 5.0
 started = seat.LocalSeat(Path("role.log"), is_detached=sys.argv[2] == "detached")
 started.start(["kept", sys.argv[1]], variables={})
 time.sleep(60)
@@ -73,7 +73,6 @@ class Scene:
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(seat, "GRACE_S", 0.3)
     made = Scene(tmp_path)
     yield made
     for process in made.processes().values():
@@ -89,15 +88,18 @@ def test_when_the_starter_is_killed_the_role_hears_it_and_nothing_is_left(scene:
         starter.kill()
     until(lambda: not set(scene.processes()) & {"keeper", "role", "grandchild"}, what="the end")
     assert scene.printed().count("heard SIGTERM") == 1
-    assert "keeper: its starter is gone; the role gets SIGTERM, and SIGKILL after 0.3 s" in scene.printed()
+    grace = "0.3 s" if role == "deaf" else "5 s"
+    assert f"keeper: its starter is gone; the role gets SIGTERM, and SIGKILL after {grace}" in scene.printed()
     assert ("the role did not end within 0.3 s and is killed" in scene.printed()) == (role == "deaf")
 
 
 @pytest.fixture
-def seated(scene: Scene, request: pytest.FixtureRequest) -> LocalSeat:
+def seated(scene: Scene, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LocalSeat:
     """A role that runs in a seat of this process."""
+    role = getattr(request, "param", "obedient")
+    monkeypatch.setattr(seat, "GRACE_S", 0.3 if role == "deaf" else 5.0)
     made = LocalSeat(scene.log)
-    made.start(["kept", getattr(request, "param", "obedient")], variables={})
+    made.start(["kept", role], variables={})
     scene.until_up()
     return made
 

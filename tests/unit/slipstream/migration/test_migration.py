@@ -125,21 +125,10 @@ def test_bounds_rejections_epochs_rewards_and_lag_of_verl(tmp_path: Path) -> Non
 
 
 TRL = """\
-model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct
-dataset_name: trl-lib/math
-learning_rate: 2e-6
-per_device_train_batch_size: 8
-gradient_accumulation_steps: 4
-steps_per_generation: 8
-max_completion_length: 1024
-max_steps: 400
-warmup_steps: 15
-beta: 4e-2
-loss_type: dr_grpo
-scale_rewards: none
-top_entropy_quantile: 0.2
-logging_steps: 1
-made_up: 1
+{model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct, dataset_name: trl-lib/math, learning_rate: 2e-6, loss_type: dr_grpo,
+per_device_train_batch_size: 8, gradient_accumulation_steps: 4, steps_per_generation: 8, max_completion_length: 1024,
+max_steps: 400, warmup_steps: 15, beta: 4e-2, scale_rewards: none, top_entropy_quantile: 0.2, logging_steps: 1,
+made_up: 1}
 """
 
 
@@ -206,43 +195,21 @@ run "${args[@]}" --advantage_estimator group_norm --n_samples_per_prompt $n --ro
 PRIME_RL = """\
 max_steps = 40
 seq_len = 4096
+model.name = "m"
+wandb.project = "mine"
+deployment = { num_train_gpus = 2, num_infer_gpus = 4 }
+inference.parallel.tp = 2
 
-[model]
-name = "m"
-
-[wandb]
-project = "mine"
-
-[deployment]
-num_train_gpus = 2
-num_infer_gpus = 4
-
-[trainer.optim]
-lr = 1e-5
-
-[trainer.model]
-impl = "custom"
-
-[trainer.model.ac]
-
-[trainer.model.lora]
-rank = 8
+[trainer]
+optim.lr = 1e-5
+model = { impl = "custom", ac = {}, lora.rank = 8 }
 
 [orchestrator]
 batch_size = 128
 group_size = 16
-
-[orchestrator.train.sampling]
-max_completion_tokens = 512
-
-[[orchestrator.train.env]]
-taskset = { id = "wiki", split = "train" }
-
-[inference.parallel]
-tp = 2
-
-[orchestrator.made]
-up = 3
+train.sampling.max_completion_tokens = 512
+train.env = [{ taskset = { id = "wiki", split = "train" } }]
+made.up = 3
 """
 
 

@@ -58,22 +58,15 @@ def test_a_run_is_scraped_with_its_name_on_every_sample(run):
     status = msgspec.structs.replace(status_of(reports, rows=(ROW,)), memory=StoreMemory(10, 100))
     found = scraped(metrics_of(status, Context(run, roles, 3.5, 70.0, 4096)))
     assert {labels["run"] for samples in found.values() for labels, _ in samples} == {"test"}
-
+    plain = {"up": 1, "max_lag": 6, "arrival_age_seconds": 3.5, "checkpoint_age_seconds": 70, "disk_free_bytes": 4096}
+    plain |= {"generators_alive": 1, "generators_target": 2, "store_memory_limit_bytes": 100}
     for expected, metric, labels in (
-        (1, "up", {}),
-        (6, "max_lag", {}),
-        (3.5, "arrival_age_seconds", {}),
-        (70, "checkpoint_age_seconds", {}),
-        (4096, "disk_free_bytes", {}),
-        (1, "generators_alive", {}),
-        (2, "generators_target", {}),
-        (100, "store_memory_limit_bytes", {}),
+        *((expected, metric, {}) for metric, expected in (plain | {"learner_reward_mean": 0.5}).items()),
         (1, "phase", {"phase": "training"}),
         (0, "role_up", {"name": "generator-1"}),
         (2, "role_restarts_total", {"name": "generator-0"}),
         (1, "role_waiting", {"name": "generator-0", "waits_for": "prompts"}),
         (2, "logger_entries_total", {"name": "logger-wandb", "outcome": "dropped"}),
-        (0.5, "learner_reward_mean", {}),
         (7, "lag_tokens", {"lag": "2"}),
         (0.25, "learner_by_lag_mismatch_k3", {"lag": "4-7"}),
         (0.75, "learner_by_source_reward_mean", {"source": "gsm8k"}),
