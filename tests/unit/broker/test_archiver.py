@@ -11,17 +11,12 @@ import pytest
 
 from slipstream.broker import archiver as archiver_module
 from slipstream.broker.archiver import Archiver, ArchiverThread
+from slipstream.buffer import errors
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.archive.archive import Archive, ArchiveMirror
 from slipstream.buffer.archive.index import ShardEntry
 from slipstream.buffer.archive.shards import ShardWriter
-from slipstream.buffer.errors import (
-    ArchiveError,
-    StaleFenceError,
-    StorageError,
-    StoreCannotWriteError,
-    StoreUnavailableError,
-)
+from slipstream.buffer.errors import StaleFenceError, StorageError, StoreUnavailableError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.buffer.records import CheckpointPointer, RunState, StepEntry, StoredGroup
 from slipstream.buffer.store_rules import NO_FENCE
@@ -287,7 +282,7 @@ def test_a_step_that_the_store_lost_while_it_waited_for_a_group_is_not_written(a
 @pytest.mark.parametrize("waits_for", ["store", "disk"])
 def test_a_stuck_archiver_says_which_side_it_waits_for(store, tmp_path, monkeypatch, waits_for):
     def fail(*_: object) -> None:
-        raise StoreCannotWriteError("no room") if waits_for == "store" else OSError("no space left")
+        raise errors.StoreCannotWriteError("no room") if waits_for == "store" else OSError("no space left")
 
     monkeypatch.setattr(*((store, "run_state") if waits_for == "store" else (archiver_module, "ShardWriter")), fail)
     thread = ArchiverThread(lambda: store, tmp_path / "archive", CONFIG)
@@ -364,7 +359,7 @@ def test_an_archive_goes_on_elsewhere_and_refuses_the_folder_that_was_left(store
     make_mirrored(store, tmp_path / "here", tmp_path / "remote").close()
     assert shards_in(tmp_path / "here") == shards_in(tmp_path / "remote")
     other = write_archive(tmp_path / "other", [make_finished("9")])
-    with pytest.raises(ArchiveError, match=r"must have the first shards of .*remote, got others"):
+    with pytest.raises(errors.ArchiveError, match=r"must have the first shards of .*remote, got others"):
         make_mirrored(store, other, tmp_path / "remote")
 
 

@@ -10,15 +10,8 @@ import pytest
 
 from slipstream.broker.dataset import Dataset
 from slipstream.configs.base import ConfigError
-from slipstream.scripts.make_prompts import (
-    INSTRUCTION,
-    TAGS,
-    final_answer,
-    last_boxed,
-    main,
-    make_gym_task,
-    make_source,
-)
+from slipstream.scripts import make_prompts
+from slipstream.scripts.make_prompts import INSTRUCTION, TAGS, final_answer, last_boxed, make_gym_task, make_source
 from tests.cases import cases
 
 GSM8K = {"question": "Two eggs cost 4. How much do 500 cost? ", "answer": "4 / 2 = 2\n500 * 2 = 1,000\n#### 1,000"}
@@ -85,7 +78,7 @@ def test_pictures_come_with_their_questions(tmp_path: Path) -> None:
 def test_a_task_is_read_as_it_is_published(tmp_path, task, files, row, prompt, truth, data_source) -> None:
     for file in files:
         publish(tmp_path / "source", file, [row, row])
-    main([task, f"--source={tmp_path}/source", f"--out={tmp_path}/out"])
+    make_prompts.main([task, f"--source={tmp_path}/source", f"--out={tmp_path}/out"])
     written = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert len(written) == len(files)
     for name in written:
@@ -105,7 +98,7 @@ def test_other_files_and_columns_and_tasks_that_cannot_be_graded_or_do_not_exist
     with pytest.raises(ConfigError, match="'boxnet' of reasoning-gym cannot be graded"):
         make_gym_task("boxnet", arguments={}, rows=1, heldout_rows=1, seed=0, out=tmp_path)
     with pytest.raises(SystemExit):
-        main(["gsm9k"])
+        make_prompts.main(["gsm9k"])
 
 
 @pytest.mark.slow

@@ -13,16 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from structlog.testing import capture_logs
 
+from slipstream.broker import dataset as dataset_module
 from slipstream.broker import lease_scheduler
-from slipstream.broker.dataset import (
-    Dataset,
-    count_tokens,
-    describe_shortages,
-    open_datasets,
-    read_heldout,
-    read_train,
-    with_epochs,
-)
+from slipstream.broker.dataset import Dataset, open_datasets, read_heldout, read_train, with_epochs
 from slipstream.broker.messages import Row
 from slipstream.buffer.codec import decode, encode, unpack
 from slipstream.buffer.records import Lease, image_names
@@ -346,11 +339,11 @@ def test_a_shortage_of_heldout_prompts_is_described(tmp_path: Path) -> None:
     run = make_run(data={"eval": path}, evaluation={"num_prompts": 2, "num_final_prompts": 6})
     heldout = read_heldout(run)
     assert heldout["sampled"] is heldout["greedy"]
-    (shortage,) = describe_shortages(run, heldout)
+    (shortage,) = dataset_module.describe_shortages(run, heldout)
     assert shortage.startswith(f"{path} holds 4 prompts")
     assert "ask for 8: 1 are evaluated during training, 3 before and after it" in shortage
     enough = make_run(evaluation={"num_prompts": 2, "num_final_prompts": 2})
-    assert describe_shortages(enough, heldout) == []
+    assert dataset_module.describe_shortages(enough, heldout) == []
 
 
 def test_held_out_sets_have_files_of_their_own(tmp_path: Path) -> None:
@@ -376,7 +369,7 @@ def test_a_template_of_ones_own_is_used_by_whoever_measures_and_renders(content:
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=99, template_variables=model.chat_template_kwargs)
     token_ids, _ = encoder.encode(make_prompt(messages))
     assert tokenizer.decode(token_ids) == f"{content}{content}="
-    assert count_tokens([messages], model) == [len(token_ids)] == [2 * len(content) + 1]
+    assert dataset_module.count_tokens([messages], model) == [len(token_ids)] == [2 * len(content) + 1]
 
 
 @pytest.mark.parametrize("content", [None, b"  \n", b"\xff\xfe"])

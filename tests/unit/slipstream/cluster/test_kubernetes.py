@@ -13,17 +13,8 @@ import pytest
 import yaml
 
 from slipstream.cli import main
-from slipstream.cluster.kubernetes import (
-    ANY_INTERFACE,
-    Kind,
-    Manifest,
-    Options,
-    dump,
-    manifests,
-    merged,
-    read_patches,
-    secret,
-)
+from slipstream.cluster import kubernetes
+from slipstream.cluster.kubernetes import ANY_INTERFACE, Manifest, Options, dump, manifests, read_patches, secret
 from slipstream.cluster.recipe import Recipe, read_recipe
 from slipstream.cluster.slurm import sbatch_script
 from slipstream.configs.base import ConfigError
@@ -52,14 +43,14 @@ SPREAD = (
 )
 
 
-def recipe_of(kind: Kind, *overrides: str) -> Recipe:
+def recipe_of(kind: str, *overrides: str) -> Recipe:
     return read_recipe(list(overrides), kind="ray" if kind == "rayjob" else "local", interface=ANY_INTERFACE)
 
 
 OPTIONS = Options("registry/slipstream:gpu", claim="shared", ray_version="2.60.0")
 
 
-def written(kind: Kind, *overrides: str, options: Options = OPTIONS, patches: Sequence[Manifest] = ()) -> Manifest:
+def written(kind: str, *overrides: str, options: Options = OPTIONS, patches: Sequence[Manifest] = ()) -> Manifest:
     """The first manifest as Kubernetes reads it."""
     return yaml.safe_load(dump(manifests(recipe_of(kind, *overrides), kind, options, patches=patches)[0]))
 
@@ -108,7 +99,7 @@ def with_resources(node: Any) -> list[Any]:
     (["model.path=m", "data.train=t", "data.eval=e"], 4),
     (SPREAD, 5),
 )
-def test_a_namespace_with_a_quota_admits_every_container(kind: Kind, overrides, num_containers) -> None:
+def test_a_namespace_with_a_quota_admits_every_container(kind: str, overrides, num_containers) -> None:
     recipe = recipe_of(kind, *overrides)
     documents = [yaml.safe_load(dump(each)) for each in manifests(recipe, kind, OPTIONS)]
     containers = with_resources(documents)
@@ -257,7 +248,7 @@ def test_options_reach_every_pod_and_secrets_only_the_roles_that_need_them(make)
 
 
 @pytest.mark.parametrize(("kind", "container"), [("jobset", "broker"), ("rayjob", "ray-head")])
-def test_the_exporter_listens_behind_a_service(kind: Kind, container: str):
+def test_the_exporter_listens_behind_a_service(kind: str, container: str):
     recipe = recipe_of(kind, "name=mine", "metrics.prometheus_port=9400")
     job, service = manifests(recipe, kind, OPTIONS)
     exposed = [each for each in recipe.settings if each.startswith(("metrics.", "cluster."))]
@@ -309,7 +300,7 @@ spec:
     ({}, {"a": {"b": None, "c": 1}}, {"a": {"c": 1}}),
 )
 def test_merging_follows_the_names_of_items(document: Any, patch: Any, expected: Any):
-    assert merged(document, patch) == expected
+    assert kubernetes.merged(document, patch) == expected
 
 
 @cases(

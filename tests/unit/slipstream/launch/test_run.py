@@ -14,14 +14,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load, to_yaml
 from slipstream.launch import run as run_module
 from slipstream.launch.commands import scale
-from slipstream.launch.run import (
-    describe_finished,
-    start_sft,
-    suggestions,
-    with_free_name,
-    with_sft_preset,
-    with_stored_overrides,
-)
+from slipstream.launch.run import describe_finished, suggestions, with_free_name, with_stored_overrides
 from slipstream.launch.sweep import Spread, SweptRun, combine, draw, expand, name_runs, run_sweep
 from slipstream.observe.run_status import RunStatus
 from slipstream.observe.terminal import LiveView
@@ -57,8 +50,8 @@ def test_a_default_name_in_use_gets_the_next_number(tmp_path: Path) -> None:
 )
 def test_sft_on_a_file_of_the_users_own_takes_nothing_from_the_default_task(given: list[str], experiment: str) -> None:
     with pytest.raises(ConfigError, match="mode must be sft, got async"):
-        start_sft([])
-    run = load(with_sft_preset(given))
+        run_module.start_sft([])
+    run = load(run_module.with_sft_preset(given))
     assert (run.mode, run.name) == ("sft", experiment)
     if experiment == "sft":
         assert (run.prepare, run.sft.eval_path, run.sft.batch_size) == ([], "", 64)

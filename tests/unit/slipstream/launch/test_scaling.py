@@ -14,16 +14,8 @@ from slipstream.cluster.role_process import RoleDiedError, RoleProcess
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import AutoscaleConfig
 from slipstream.configs.load import load
-from slipstream.launch import scaling
-from slipstream.launch.generator_pool import (
-    Event,
-    GeneratorPool,
-    check_placement,
-    check_target,
-    gpu_gib,
-    place,
-    visible_gpus,
-)
+from slipstream.launch import generator_pool, scaling
+from slipstream.launch.generator_pool import Event, GeneratorPool, gpu_gib, place, visible_gpus
 from slipstream.launch.scaling import AbsenceTracker, Autoscaler, LauncherReport, Scaling
 from slipstream.observe.run_status import Monitor
 from tests.builders import make_run
@@ -464,19 +456,19 @@ def test_no_two_processes_of_a_group_share_a_gpu(overrides: list[str], gpus: lis
 
 
 def test_a_learner_that_must_have_a_gpu_and_an_implausible_number_of_generators_are_refused():
-    check_placement(load(["learner.device=cpu"]))
+    generator_pool.check_placement(load(["learner.device=cpu"]))
     # A machine without a driver, or a CPU build of torch.
     with pytest.raises(ConfigError, match=r"^learner.device=cuda must have an NVIDIA GPU"):
-        check_placement(load(["learner.device=cuda"]))
+        generator_pool.check_placement(load(["learner.device=cuda"]))
     with pytest.raises(ConfigError, match=r"weights\.backend=nccl must have a GPU for the learner and .* got 0 here"):
-        check_placement(load(["weights.backend=nccl"]))
-    check_target(make_run(), 8, num_cores=2)
+        generator_pool.check_placement(load(["weights.backend=nccl"]))
+    generator_pool.check_target(make_run(), 8, num_cores=2)
     with pytest.raises(ConfigError, match=r"generators must be <= 8 on this machine of 2 cores, got 100: lower it"):
-        check_target(make_run(), 100, num_cores=2)
+        generator_pool.check_target(make_run(), 100, num_cores=2)
     for settings in ({"count": 20}, {"autoscale": {"max": 20}}):
-        check_target(make_run(generators=settings), 20, num_cores=2)
+        generator_pool.check_target(make_run(generators=settings), 20, num_cores=2)
         with pytest.raises(ConfigError, match="<= 20"):
-            check_target(make_run(generators=settings), 21, num_cores=2)
+            generator_pool.check_target(make_run(generators=settings), 21, num_cores=2)
 
 
 def test_the_driver_is_asked_for_the_gpus_and_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

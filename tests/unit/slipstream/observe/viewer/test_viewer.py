@@ -11,16 +11,9 @@ from textual.widgets import Input, Static
 
 from slipstream.buffer.trajectory import Reward
 from slipstream.observe.catalog.catalog import open_catalog
+from slipstream.observe.viewer import screens
 from slipstream.observe.viewer.list_screen import ListScreen, RowList, ViewerApp
-from slipstream.observe.viewer.screens import (
-    HELP,
-    TOKENS_AT_ONCE,
-    DetailScreen,
-    GroupScreen,
-    HelpScreen,
-    TokenScreen,
-    page_of,
-)
+from slipstream.observe.viewer.screens import HELP, DetailScreen, GroupScreen, HelpScreen, TokenScreen
 from tests.builders import make_finished, write_archive
 from tests.runs import exit_code
 from tests.unit.slipstream.observe.catalog.test_catalog import byte_tokenizer, group
@@ -194,7 +187,7 @@ def test_a_long_trajectory_is_shown_in_pages_and_a_terminal_is_needed(archive, t
     with open_catalog(str(archive)) as catalog:
         detail = catalog.trajectory("1-0-0")
     assert detail is not None
-    assert page_of(detail, name="").plain == "0 1 2 3 4 5 6 7 8 9 10 11 ", "ids without a tokenizer"
-    assert page_of(detail, name="", first=10, size=TOKENS_AT_ONCE).plain == "10 11 "
+    assert screens.page_of(detail, name="").plain == "0 1 2 3 4 5 6 7 8 9 10 11 ", "ids without a tokenizer"
+    assert screens.page_of(detail, name="", first=10, size=screens.TOKENS_AT_ONCE).plain == "10 11 "
     assert exit_code("view", archive) == 2
     assert "must run in a terminal" in capsys.readouterr().err
