@@ -24,6 +24,7 @@ LOADERS = {"torch.load", "np.load", "numpy.load"}
 """Harmless or not by their arguments; imported by their bare name they could not be told from others."""
 QUESTION = re.compile(r"(What|Whose|Who|Whom|Of|Which|Where|How|When|Why)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|Users|root|work)/\w")
+MUTANTS = [mutant for kind in KINDS for mutant in read_mutants(kind)]
 
 
 def test_modules_functions_and_folders_are_short_and_have_names_that_say_something() -> None:
@@ -180,9 +181,6 @@ def test_light_modules_load_without_torch() -> None:
     rows = [json.loads(line) for line in loaded.stdout.splitlines()]
     assert [module for module, _ in rows] == WITHOUT_TORCH
     assert_none([f"{module} loads {', '.join(heavy)}" for module, heavy in rows if heavy])
-
-
-MUTANTS = [mutant for kind in KINDS for mutant in read_mutants(kind)]
 
 
 def test_every_mutant_still_applies_names_tests_and_is_a_program():

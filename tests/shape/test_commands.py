@@ -41,6 +41,7 @@ EXAMPLES = {"N": "1", "K": "1", "KIND": "advantage", "SECONDS": "1"}
 """Values of placeholders that must be numbers or choices; all others may be any text."""
 ELSEWHERE = ("ssh", "rsync", "export")
 """Programs that are not ours."""
+ON_A_RUN = ("slipstream status", "slipstream scale", "slipstream explain", "slipstream data stats")
 
 
 def each_of(start: str, ends: str) -> list[str]:
@@ -282,9 +283,6 @@ def test_the_options_of_every_other_program_are_known() -> None:
     words, given = [sys.executable, "-c", PARSE], json.dumps(others)
     done = subprocess.run(words, cwd=ROOT, input=given, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
-
-
-ON_A_RUN = ("slipstream status", "slipstream scale", "slipstream explain", "slipstream data stats")
 
 
 def test_every_command_is_tried_somewhere() -> None:

@@ -36,6 +36,7 @@ WORD = re.compile(r"\w+")
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
 HAND_WRITTEN = [page for page in paths(".md") if page not in ("CHANGELOG.md", "docs/settings.md")]
 """Pages whose names are those of today: the changelog names what was before."""
+FOLDERS = sorted({path.split("/")[1] for path in paths() if re.match("examples/[^/]+/", path)})
 
 
 def rows(page: str) -> list[tuple[str, str]]:
@@ -150,9 +151,6 @@ def test_every_documented_metric_is_named_in_the_code_with_its_range_and_every_s
     ranges = {key: (re.sub("by_lag/[^/]+/", "", key), str(watched)) for key, watched in RANGES.items()}
     assert_none([f"{key}: {watched}" for key, (row, watched) in ranges.items() if watched not in documented[row]])
     assert [*RunStatus.__struct_fields__, *RoleStatus.__struct_fields__] == [key for key, _ in rows("docs/status.md")]
-
-
-FOLDERS = sorted({path.split("/")[1] for path in paths() if re.match("examples/[^/]+/", path)})
 
 
 def test_every_example_has_a_page_with_its_curve_and_is_listed() -> None:

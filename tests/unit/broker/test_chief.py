@@ -30,6 +30,8 @@ from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.errors import StaleFenceError
 from tests.fakes import FakePeer, RouterScene
 
+NUM_PEERS = 200
+
 
 class Beside(RouterScene):
     """Another router of the same run, on the same store and clock."""
@@ -210,9 +212,6 @@ def test_each_broker_offers_what_may_be_leased_to_its_share_of_the_generators(fi
     for _ in range(2):
         tick(first, second)
     assert (first.router.chief.share, second.router.chief.share) == (0.75, 0.25)
-
-
-NUM_PEERS = 200
 
 
 class CountedStore:

@@ -17,6 +17,8 @@ from slipstream.buffer.records import Lease
 from tests.cases import cases
 from tests.fakes import FakeClock
 
+READY = Pong(-1.0, "ready", 0)
+
 
 class Pace(NamedTuple):
     group_s: float
@@ -44,9 +46,6 @@ SLOW = Pace(group_s=10.0, groups_per_s=0.8, in_flight=0)
 def test_shares_follow_throughput(paces: list[Pace], num_groups: int, expected: list[int]):
     vectors = [np.array(column, dtype=np.float64) for column in zip(*paces, strict=True)]
     assert shares(*vectors, num_groups=num_groups).tolist() == expected
-
-
-READY = Pong(-1.0, "ready", 0)
 
 
 class Scene:

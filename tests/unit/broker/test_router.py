@@ -37,6 +37,9 @@ from tests.cases import cases
 from tests.fakes import FakeClock, FakePeer, RouterScene
 from tests.memory_store.store import MemoryStore
 
+DRAIN_G0 = "drain/g0"
+UNAVAILABLE = StoreUnavailableError("it does not answer")
+
 
 def test_a_hello_is_answered_with_the_whole_config_and_the_models_fingerprint(tmp_path: Path):
     scene = RouterScene(tmp_path, model=ModelFingerprint(vocab_size=41))
@@ -187,9 +190,6 @@ def test_a_broker_that_starts_after_the_clock_was_set_back_waits_for_no_lease_lo
     assert "lapsed" in text
 
 
-DRAIN_G0 = "drain/g0"
-
-
 def test_the_named_generator_is_ordered_to_drain_and_no_other(scene: RouterScene):
     peers = [FakePeer(scene, "generator", name) for name in ("g0", "g1")]
     for peer in peers:
@@ -312,9 +312,6 @@ def test_the_size_of_a_peer_report_is_bounded(scene: RouterScene, message: Messa
     peer = scene.join()
     assert peer.exchange(message) == []
     assert scene.store.counts().refused == {"malformed": 1}
-
-
-UNAVAILABLE = StoreUnavailableError("it does not answer")
 
 
 class FailingStore(MemoryStore):

@@ -22,6 +22,7 @@ from tests.memory_store.store import MemoryStore
 
 NEWER = SCHEMA_VERSION + 1
 HELLO = Hello("generator", "g0", "1", "here", 1)
+NUM_GROUPS = 100
 
 
 def as_plain(message: Message, **changes: Any) -> dict[str, Any]:
@@ -174,9 +175,6 @@ def test_an_undecodable_answer_of_the_broker_refuses_the_peer_with_a_reason(scen
         inbox.get(timeout_s=20)
     thread.stop()
     assert client.refusal == str(caught.value)
-
-
-NUM_GROUPS = 100
 
 
 def make_ingest() -> tuple[Ingest, MemoryStore]:

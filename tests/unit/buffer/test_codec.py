@@ -32,6 +32,10 @@ from slipstream.buffer.trajectory import (
 from tests.builders import make_packed, make_trajectory
 from tests.cases import cases
 
+KINDS = {"token_ids": np.int32, "model_mask": bool, "generator_logprobs": np.float32}
+NOTHING = {name: np.zeros(0, dtype=dtype) for name, dtype in KINDS.items()}
+MIXED = [VersionSpan(6, 2), VersionSpan(9, 5)]
+
 
 def reason_of(payload: bytes) -> str:
     with pytest.raises(RecordRefusedError) as caught:
@@ -124,10 +128,6 @@ def test_extension_types_unknown_and_missing_fields_and_odd_masks_are_refused():
 )
 def test_an_array_that_is_none_is_refused(array):
     assert reason_of(spoilt(token_ids=array)) == "malformed"
-
-
-KINDS = {"token_ids": np.int32, "model_mask": bool, "generator_logprobs": np.float32}
-NOTHING = {name: np.zeros(0, dtype=dtype) for name, dtype in KINDS.items()}
 
 
 @cases(
@@ -278,9 +278,6 @@ def test_tokens_the_model_did_not_write_have_no_version():
     trajectory = make_trajectory(model_mask=mask, version_spans=[VersionSpan(2, 0), VersionSpan(5, 7)])
     assert trajectory.token_versions().tolist() == [-1, -1, 0, 0, -1, -1, 7, 7, -1, -1, -1, -1]
     assert trajectory.token_versions().dtype == np.int32
-
-
-MIXED = [VersionSpan(6, 2), VersionSpan(9, 5)]
 
 
 @pytest.mark.parametrize(("max_lag", "num_stale"), [(0, 6), (1, 3), (3, 3), (4, 0)])

@@ -28,6 +28,9 @@ from slipstream.configs.data import CurriculumConfig
 from tests.builders import make_run
 from tests.cases import cases
 
+HALF = CurriculumConfig(low=0.25, high=0.75, min_answers=4)
+GROUPS = 4
+
 
 @given(num_rows=st.integers(1, 50), seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 100))
 def test_every_row_comes_exactly_once_per_epoch(num_rows, seed, epoch):
@@ -84,9 +87,6 @@ def test_every_window_holds_the_share_of_each_file(files: list[FileShare], start
     total = sum(file.weight for file in files)
     for number, file in enumerate(files):
         assert abs(found.count(number) - length * file.weight / total) <= len(files)
-
-
-HALF = CurriculumConfig(low=0.25, high=0.75, min_answers=4)
 
 
 def test_the_look_ahead_is_a_function_of_seed_and_ordinal():
@@ -228,9 +228,6 @@ def test_a_refusal_says_how_many_groups_are_needed_and_uses_are_limited_by_sampl
     assert isinstance(select(queue(ready=[5] * 4, num_arrived=10, num_uses=16), limited, 4), Sample)
     reason = "17 + 4 uses are more than samples_per_insert (2) x 10 groups that arrived"
     assert select(queue(ready=[5] * 4, num_arrived=10, num_uses=17), limited, 4) == NotReady(reason, ready_needed=5)
-
-
-GROUPS = 4
 
 
 def make_pacer(target_lag="auto", *, max_lag: int = 4, **settings) -> Pacer:

@@ -26,6 +26,8 @@ from slipstream.generators.rewards.composition import full_path
 from slipstream.scripts.make_prompts import SOURCES
 from tests.cases import cases
 
+OWN_TASK = ["model.path=Qwen/Qwen3-0.6B", "data.train=mine.jsonl", "data.eval=h.jsonl"]
+
 
 @cases(
     "override, value",
@@ -244,9 +246,6 @@ def test_the_settings_of_a_run_compose_to_themselves_and_a_chosen_group_replaces
     chosen = load([stored, "buffer/sampler=uniform", "learner.max_steps=999"])
     assert (to_plain(chosen)["buffer"]["sampler"]["kind"], chosen.learner.max_steps) == ("uniform", 999)
     assert chosen.model == run.model
-
-
-OWN_TASK = ["model.path=Qwen/Qwen3-0.6B", "data.train=mine.jsonl", "data.eval=h.jsonl"]
 
 
 @pytest.mark.parametrize("recipe", [[], ["recipe=dapo"]])

@@ -21,6 +21,8 @@ OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
 ZERO = "learner.engine.zero_stage"
 REDIS = "buffer/store=redis buffer.store.url=redis://localhost"
 LONG_ANSWERS = "data.eval=[{name:sampled,path:b},{name:greedy,path:b,max_tokens"
+TOKEN_MEAN, NEEDS_ANOTHER = "algorithm.loss_aggregation=token_mean", ".* needs algorithm.loss_aggregation="
+MASKS = "algorithm.reward.mask_truncated"
 
 
 @cases(
@@ -112,10 +114,6 @@ def test_what_just_fits_is_accepted_and_supervised_training_ignores_the_generato
 def test_steps_to_record_must_be_steps_of_the_run(steps: list[int]) -> None:
     with pytest.raises(ConfigError, match=r"profile.steps must be the first and the last step to record, within 1 and"):
         load(["learner.max_steps=80", f"profile.steps={steps}"])
-
-
-TOKEN_MEAN, NEEDS_ANOTHER = "algorithm.loss_aggregation=token_mean", ".* needs algorithm.loss_aggregation="
-MASKS = "algorithm.reward.mask_truncated"
 
 
 @cases(

@@ -6,6 +6,7 @@ from slipstream.scripts.check_algorithm import check, print_findings
 from tests.cases import cases
 
 OWN = "tests.unit.learner.own_algorithm"
+RAISES = r"must not raise, got AttributeError at .*\.py:\d+: "
 
 
 def blind(inputs):
@@ -54,9 +55,6 @@ def test_a_sound_algorithm_passes_and_a_baseline_of_its_own_is_a_note():
     findings = check("advantage", f"{OWN}:centered", {})
     assert not missing(findings)
     assert {finding.name for finding in findings if not finding.holds} >= {"groups do not see each other"}
-
-
-RAISES = r"must not raise, got AttributeError at .*\.py:\d+: "
 
 
 @cases(

@@ -39,6 +39,11 @@ ROW: dict[str, Any] = {
     "reward_model": {"style": "rule", "ground_truth": "31284"},
     "extra_info": {"index": 17, "split": "train"},
 }
+TRUTHS: list[Any] = ["31284", 31284, 0.5, True, False, 0, "", ["a", "b"], {"tests": [{"in": "1", "out": "2"}]}, []]
+USER, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+SHAREGPT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]
+BRIEF = {"role": "system", "content": "Be brief."}
+TEMPLATE = "{% for message in messages %}{{ message.content + message.content }}{% endfor %}{{ ending }}"
 
 
 def write(folder: Path, rows: list[dict[str, Any]], suffix: str = "parquet", *, name: str = "train") -> Path:
@@ -125,9 +130,6 @@ def test_a_row_without_a_value_is_named(tmp_path: Path, suffix: str, broken: dic
     assert f"`{name}`" in message
 
 
-TRUTHS: list[Any] = ["31284", 31284, 0.5, True, False, 0, "", ["a", "b"], {"tests": [{"in": "1", "out": "2"}]}, []]
-
-
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
 @pytest.mark.parametrize("truth", TRUTHS)
 def test_a_truth_is_any_json_value(tmp_path: Path, suffix: str, truth: Any) -> None:
@@ -173,11 +175,6 @@ def test_question_and_answer_are_a_row_too(tmp_path: Path, suffix: str) -> None:
     assert found[1].extra_info == {"level": 4, "answer": "3"}
     named = Dataset(write(tmp_path, [{**row, "data_source": "sums"} for row in rows], suffix))
     assert named.row(0).data_source == "sums"
-
-
-USER, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
-SHAREGPT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]
-BRIEF = {"role": "system", "content": "Be brief."}
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "jsonl.gz", "csv"])
@@ -353,9 +350,6 @@ def test_held_out_sets_have_files_of_their_own(tmp_path: Path) -> None:
     heldout = read_heldout(make_run(data={"eval": sets}))
     assert {name: len(dataset) for name, dataset in heldout.items()} == {"gsm8k": 3, "math": 2, "easy": 3}
     assert [heldout[name].row(1).uid for name in ("gsm8k", "math")] == ["gsm8k/train/00001", "math/train/00001"]
-
-
-TEMPLATE = "{% for message in messages %}{{ message.content + message.content }}{% endfor %}{{ ending }}"
 
 
 @pytest.mark.parametrize("content", ["1" * 5, "1" * 6])

@@ -40,6 +40,13 @@ from tests.builders import make_packed
 from tests.cases import cases
 from tests.fakes import FakeClock
 
+BROKERS = {"broker": "ipc:///a", "broker-1": "ipc:///b"}
+FOUR = {f"broker-{number}": f"tcp://10.0.0.1:{20000 + number}" for number in range(4)}
+PEERS = [f"generator-{number}" for number in range(1000)]
+BEST, SECOND = preferred("generator-7", ["broker", "broker-1"])
+TUNNELS = {BEST: "tcp://127.0.0.1:5757", SECOND: "tcp://127.0.0.1:6757"}
+ANNOUNCED = {BEST: "tcp://10.0.0.1:20000", SECOND: "tcp://10.0.0.1:20001"}
+
 
 class FakeBroker:
     """A broker driven by the test."""
@@ -204,9 +211,6 @@ def make_moving_pair():
     return client, broker, clock, received
 
 
-BROKERS = {"broker": "ipc:///a", "broker-1": "ipc:///b"}
-
-
 def welcome_of(broker: str) -> Welcome:
     return msgspec.structs.replace(make_welcome(f"of {broker}"), living=LivingBrokers(broker, BROKERS))
 
@@ -310,10 +314,6 @@ def test_a_message_that_arrives_while_a_listener_begins_is_forwarded_too(monkeyp
     assert received == [Drain("now")]
 
 
-FOUR = {f"broker-{number}": f"tcp://10.0.0.1:{20000 + number}" for number in range(4)}
-PEERS = [f"generator-{number}" for number in range(1000)]
-
-
 def route(peer_id: str, brokers: dict[str, str], *, reachable: set[str] | None = None) -> Route:
     return Route(peer_id, brokers, is_reachable=lambda address: reachable is None or address in reachable)
 
@@ -357,11 +357,6 @@ def test_a_peer_learns_the_other_brokers_and_stays_while_its_own_is_gone_or_out_
     assert behind_tunnel.address == "tcp://127.0.0.1:5757", "not the one that the broker knows"
     assert not behind_tunnel.follow(dict.fromkeys(FOUR, ""), at=second)
     assert not behind_tunnel.has_others, "no other one has an address"
-
-
-BEST, SECOND = preferred("generator-7", ["broker", "broker-1"])
-TUNNELS = {BEST: "tcp://127.0.0.1:5757", SECOND: "tcp://127.0.0.1:6757"}
-ANNOUNCED = {BEST: "tcp://10.0.0.1:20000", SECOND: "tcp://10.0.0.1:20001"}
 
 
 def test_tunnels_are_found_whatever_their_order_and_remembered_while_the_peer_is_at_another_broker():

@@ -28,6 +28,12 @@ from tests.tiny_model import make_tiny_module
 from tests.unit.broker.weight_versions import announce, pack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
+SHAPES = st.lists(st.integers(0, 7), max_size=3)
+MIB = 2**20
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+V2 = ("memory.max", "memory.current", "")
+ANY_GROUP = "4:memory:/docker/1f"
+TENSORS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(3, dtype=torch.int8))]
 
 
 def layout(tensors: list[tuple[str, Tensor]], *, bucket_bytes: int) -> tuple[list[TensorSlot], list[int]]:
@@ -38,9 +44,6 @@ def same(left: list[tuple[str, Tensor]], right: list[tuple[str, Tensor]]) -> boo
     return [name for name, _ in left] == [name for name, _ in right] and all(
         a.dtype == b.dtype and torch.equal(a, b) for (_, a), (_, b) in zip(left, right, strict=True)
     )
-
-
-SHAPES = st.lists(st.integers(0, 7), max_size=3)
 
 
 @settings(max_examples=60, deadline=None)
@@ -213,11 +216,6 @@ def test_weights_larger_than_the_memory_and_missing_or_smaller_buckets_are_refus
             map_buckets(str(tmp_path / name), sizes=[4])
 
 
-MIB = 2**20
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-V2 = ("memory.max", "memory.current", "")
-
-
 def limit(folder: Path, names: tuple[str, str, str], *, allowed: int | str, used: int, cache: int = 0) -> None:
     allowed_name, used_name, prefix = names
     folder.mkdir(parents=True, exist_ok=True)
@@ -236,9 +234,6 @@ def free(mount: Path, *lines: str) -> int:
 def mount(tmp_path: Path) -> Path:
     (tmp_path / "cgroup").mkdir()
     return tmp_path / "cgroup"
-
-
-ANY_GROUP = "4:memory:/docker/1f"
 
 
 @cases(
@@ -270,9 +265,6 @@ def test_without_a_limit_the_memory_of_the_machine_counts(mount, lines, monkeypa
 
 def test_the_limits_of_this_process_can_be_read():
     assert 0 < free_memory_bytes() <= psutil.virtual_memory().total
-
-
-TENSORS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(3, dtype=torch.int8))]
 
 
 def opening(epoch: int) -> OpenEpoch:

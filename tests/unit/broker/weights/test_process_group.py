@@ -21,6 +21,9 @@ from slipstream.broker.weights.rendezvous import EpochRank, connect
 from tests.cuda_fake import FakeCuda, FakeNccl
 
 NOT_A_CPU = torch.device("meta")
+CPU = torch.device("cpu")
+SIZES = (8, 3, 1, 8, 5)
+TIMEOUT = timedelta(seconds=1)
 
 
 class BlockingBackend:
@@ -131,11 +134,6 @@ def test_an_abort_that_hangs_is_left_behind(backend: BlockingBackend, monkeypatc
     started_at = time.monotonic()
     group.close()
     assert time.monotonic() - started_at < 15, "the abort takes 20 s"
-
-
-CPU = torch.device("cpu")
-SIZES = (8, 3, 1, 8, 5)
-TIMEOUT = timedelta(seconds=1)
 
 
 def make_buckets(*sizes: int) -> list[Tensor]:

@@ -18,6 +18,10 @@ from slipstream.buffer.redis.scripts import load_script
 from slipstream.buffer.redis.supervisor import Fsyncer
 from tests.cases import cases
 
+FOLDER = resources.files("slipstream.buffer.redis.scripts")
+SOURCES = {Path(file.name).stem: file.read_text() for file in FOLDER.iterdir() if file.name.endswith(".lua")}
+PRELUDE = SOURCES.pop("prelude")
+
 
 class Server:
     """Answers with what it was given, in order; an exception is raised."""
@@ -138,11 +142,6 @@ def test_one_piece_is_the_same_as_many(command: tuple) -> None:
 def test_unsupported_arguments_are_refused(argument: object) -> None:
     with pytest.raises(TypeError, match="bytes, text and numbers"):
         CommandPacker().pack("SET", "key", argument)  # type: ignore[arg-type]
-
-
-FOLDER = resources.files("slipstream.buffer.redis.scripts")
-SOURCES = {Path(file.name).stem: file.read_text() for file in FOLDER.iterdir() if file.name.endswith(".lua")}
-PRELUDE = SOURCES.pop("prelude")
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))

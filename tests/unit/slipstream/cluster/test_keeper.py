@@ -37,6 +37,7 @@ started = seat.LocalSeat(Path("role.log"), is_detached=sys.argv[2] == "detached"
 started.start(["kept", sys.argv[1]], variables={})
 time.sleep(60)
 """
+RUNNER = "from slipstream.cluster.seat import run_kept; raise SystemExit(run_kept(['kept', 'obedient']))"
 
 
 class Scene:
@@ -156,9 +157,6 @@ def test_a_seat_is_used_again_and_leaves_no_descriptor(scene: Scene, seated: Loc
     assert len(list(descriptors.iterdir())) == before
     seated.stop(ends_at=0.0)
     assert len(list(descriptors.iterdir())) == before - 2
-
-
-RUNNER = "from slipstream.cluster.seat import run_kept; raise SystemExit(run_kept(['kept', 'obedient']))"
 
 
 def test_a_program_that_is_run_to_its_end_lives_no_longer_than_who_runs_it(scene: Scene):

@@ -41,13 +41,11 @@ SPREAD = (
     "cluster.generator={cpus: 4, labels: {accelerator: H100}}",
     "generators.reward.function=my_reward.py:score",
 )
+OPTIONS = Options("registry/slipstream:gpu", claim="shared", ray_version="2.60.0")
 
 
 def recipe_of(kind: str, *overrides: str) -> Recipe:
     return read_recipe(list(overrides), kind="ray" if kind == "rayjob" else "local", interface=ANY_INTERFACE)
-
-
-OPTIONS = Options("registry/slipstream:gpu", claim="shared", ray_version="2.60.0")
 
 
 def written(kind: str, *overrides: str, options: Options = OPTIONS, patches: Sequence[Manifest] = ()) -> Manifest:

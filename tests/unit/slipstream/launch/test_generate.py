@@ -32,6 +32,8 @@ from tests.cases import cases
 from tests.runs import exit_code
 from tests.tiny_model import make_tiny_model
 
+PENALTY = "generators.reward.function=length_penalty"
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
@@ -217,9 +219,6 @@ def test_files_of_responses_are_compared_and_a_model_counts_their_tokens(run: Ru
     other.write_text("".join(line for line in base.open() if "2+2" not in line))
     with pytest.raises(ConfigError, match=r"^files of responses must have the same prompts .* but .*other\.jsonl has"):
         score_files(run, [base, other])
-
-
-PENALTY = "generators.reward.function=length_penalty"
 
 
 @cases(

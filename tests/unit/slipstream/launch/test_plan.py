@@ -26,6 +26,7 @@ NUM_PARAMETERS = VOCABULARY * WIDTH + LAYERS * (2 * WIDTH**2 + 2 * WIDTH * 64 + 
 NUM_BIASES = LAYERS * (WIDTH + 2 * 64)
 NUM_ELEMENTS = NUM_PARAMETERS + NUM_BIASES
 LARGE = Machine(host_gib=1024, gpus=8, gpu_gib=80)
+STATES = ("weights", "gradients", "optimizer: master weights", "optimizer: moments")
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +65,6 @@ def test_states_are_those_of_the_zero_stage(model: Path) -> None:
     shares = {"weights, gathered": 1, "optimizer: moments": 2 / 4}
     shares |= dict.fromkeys(("weights", "gradients", "optimizer: master weights", "reference: weights"), 1 / 4)
     assert {cause: gib(sharded, "learner rank 3", cause) / one for cause in shares} == pytest.approx(shares)
-
-
-STATES = ("weights", "gradients", "optimizer: master weights", "optimizer: moments")
 
 
 @cases("stage, ranks, expected", (0, 1, 16), (1, 4, 4 + 12 / 4), (2, 4, 2 + 14 / 4), (3, 4, 4))

@@ -21,6 +21,10 @@ PROGRAMS = {
     "lacking": "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')",
     "breaker": "raise SystemExit(3)",
 }
+INDEX = '{"weight_map": {"a": "b.safetensors"}}'
+MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
+NAMED = '{"prompt": "1+1=", "answer": "2", "agent_name": "tool_agent"}\n'
+TOOLS = "generators.agents={calculating: {kind: tools, tools: [calculator], tool_call_format: react}}"
 
 
 @pytest.fixture(autouse=True)
@@ -107,9 +111,6 @@ def change_config(folder: Path, **values: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-INDEX = '{"weight_map": {"a": "b.safetensors"}}'
-
-
 @cases(
     "spoil, words",
     (lambda model: None, ""),
@@ -125,11 +126,6 @@ def test_a_model_that_cannot_be_trained_is_refused_before_the_start(tmp_path: Pa
     spoil(Path(run.model.path))
     with pytest.raises(ConfigError, match=words) if words else nullcontext():
         make_inputs(run)
-
-
-MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
-NAMED = '{"prompt": "1+1=", "answer": "2", "agent_name": "tool_agent"}\n'
-TOOLS = "generators.agents={calculating: {kind: tools, tools: [calculator], tool_call_format: react}}"
 
 
 @cases(

@@ -23,6 +23,8 @@ from tests.cases import cases
 from tests.fakes import STATUS_ROW, no_file_above, status_of
 from tests.runs import exit_code
 
+RATE, STEPS = "learner.optimizer.learning_rate", "learner.max_steps"
+
 
 def test_a_default_name_in_use_gets_the_next_number(tmp_path: Path) -> None:
     overrides = [f"runs_dir={tmp_path}"]
@@ -144,9 +146,6 @@ def test_a_serial_run_leaves_no_folder_of_sockets(tmp_path: Path, monkeypatch: p
     assert folder.has_run
     assert folder.sockets.parent == Path("/tmp")
     assert not folder.sockets.exists()
-
-
-RATE, STEPS = "learner.optimizer.learning_rate", "learner.max_steps"
 
 
 @cases(

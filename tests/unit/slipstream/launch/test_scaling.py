@@ -25,6 +25,8 @@ from tests.memory_store.store import MemoryStore
 
 CONFIG, RAISED = AutoscaleConfig(min=1, max=3), AutoscaleConfig(min=3, max=4)
 WAITED = "the learner waited {} of the last {} s for groups, above 30%"
+EXPECTED = {"generator-0", "generator-1"}
+EIGHT = list("01234567")
 
 
 @pytest.fixture
@@ -172,9 +174,6 @@ def test_a_generator_that_never_works_is_ignored_with_one_event_and_its_capacity
         scene.clock.now += 10
         events += scene.poll()
     assert ([event.role for event in events], scene.pool.target) == (["generator-0"], 1)
-
-
-EXPECTED = {"generator-0", "generator-1"}
 
 
 def test_a_long_absence_is_reported_once_and_a_generator_is_waited_for_again_after_its_return():
@@ -423,9 +422,6 @@ def test_the_last_generator_that_cannot_start_ends_the_run_unless_it_has_others(
     scene.has_others = True
     scene.until(lambda: scene.pool.target == 0)
     assert "generator-0 is abandoned, the target is 0 now" in scene.messages[-1]
-
-
-EIGHT = list("01234567")
 
 
 @cases(

@@ -32,6 +32,8 @@ from tests.cases import cases
 from tests.recorded_run import append_rows, make_config, make_row, record_run
 
 TOKEN = "a-token-of-sixteen-and-more"
+SERIAL = {"mode": "serial", "weights": {"transport": "memory"}}
+COOKIE = "slipstream-8420"
 
 
 def make_client(runs_dir: Path, *names: str) -> TestClient:
@@ -245,9 +247,6 @@ def test_a_run_that_archived_nothing_and_has_no_store_is_one_sentence(tmp_path, 
     assert answer.text.count("\n") == 1
 
 
-SERIAL = {"mode": "serial", "weights": {"transport": "memory"}}
-
-
 def read(folder):
     reader = ViewedRun(folder, run_id="mine")
     reader.poll()
@@ -353,9 +352,6 @@ def test_the_origin_of_every_setting_is_recorded_with_the_run(tmp_path, override
     assert all(row.origin for row in rows.values())
     assert rows[overrides[-1].split("=")[0]].origin == f"command line {overrides[-1]}"
     folder.unlock()
-
-
-COOKIE = "slipstream-8420"
 
 
 def make_guarded(*, is_in: bool = True, base_url: str = "http://localhost:8420") -> TestClient:

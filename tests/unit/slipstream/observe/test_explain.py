@@ -26,6 +26,11 @@ from tests.cases import cases
 from tests.memory_store.store import MemoryStore
 from tests.recorded_run import append_rows, make_row, record_run, record_step
 
+BUSY = {"compute": 0.8, "waiting": 0.05, "rest": 0.15}
+WAITS = {"compute": 0.2, "waiting": 0.7, "rest": 0.1}
+STEPS = 80
+FALLS_AT = 51
+
 
 def test_health_names_metrics_that_mean_the_same_together_with_the_runs_figures(tmp_path, capsys):
     folder = record_run(tmp_path, staleness={"max_lag": 7})
@@ -167,10 +172,6 @@ def test_an_event_is_told_with_the_step_in_which_it_happened(tmp_path):
     assert read(store, folder).events_by_step(rows) == {2: ["generator-0: died", "generator-0: restarted"]}
 
 
-BUSY = {"compute": 0.8, "waiting": 0.05, "rest": 0.15}
-WAITS = {"compute": 0.2, "waiting": 0.7, "rest": 0.1}
-
-
 def make_times(*, learner, generator=None, step_s=0.5):
     shares = {"learner": learner} | ({"generator": generator} if generator else {})
     roles = [{"role": role, "count": 1, "shares": each, "cpu_s": 0.3} for role, each in shares.items()]
@@ -279,10 +280,6 @@ def test_steps_that_are_missing_or_come_again_and_rows_without_a_time_or_numbers
     facts = slow(learner=BUSY, rows=rows).facts
     assert "no step took more than 3 times the median of 0.5 s" in facts
     assert not any("tokens per second" in fact for fact in facts)
-
-
-STEPS = 80
-FALLS_AT = 51
 
 
 def noisy(step, *, key):

@@ -33,6 +33,7 @@ ROW = {
     "eval/pass@2_aime": 0.25, "eval/by_source/math/accuracy_greedy": 0.125,
     "times": {"steps": 3, "step_s": 0.5, "roles": [{"role": "learner", "count": 1, "shares": {"waiting": 0.25}}]},
 }  # fmt: skip
+TOKEN = "a token of thirty-two characters"
 
 
 def scraped(metrics: list[Metric]) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -99,9 +100,6 @@ def test_what_is_told_of_single_groups_makes_no_labels(run):
     found = scraped(metrics_of(msgspec.structs.replace(status, counts=counts), Context(run, {}, 0.0, 0.0, 0)))
     ends = {(each["outcome"], each["reason"]): n for each, n in found["slipstream_group_ends_total"]}
     assert ends == {("quarantined", "lease_attempts"): 5, ("expired", "x"): 2, ("retired", ""): 0}
-
-
-TOKEN = "a token of thirty-two characters"
 
 
 @pytest.fixture

@@ -37,6 +37,9 @@ from tests.memory_store.store import MemoryStore
 from tests.recorded_run import record_run
 from tests.runs import until
 
+WAIT_S = 10.0
+ACCUMULATOR = "tensorboard.backend.event_processing.event_accumulator"
+
 
 class Kept:
     """In place of a Delivery: keeps the entries."""
@@ -165,9 +168,6 @@ def test_numbers_of_a_row_are_flat_and_a_bookmark_outlives_the_process_and_a_fil
     assert (Bookmark(path).cursor, Bookmark(path).id) == (17, first.id)
     path.write_text('{"id": "a')
     assert Bookmark(path).cursor == 0
-
-
-WAIT_S = 10.0
 
 
 class Recorder:
@@ -321,9 +321,6 @@ def test_the_rows_before_a_logger_was_named_do_not_overflow_its_queue(scene):
     process.turn()
     assert process.close()
     assert scene.kept() == list(range(1, 50))
-
-
-ACCUMULATOR = "tensorboard.backend.event_processing.event_accumulator"
 
 
 def png(width: int, height: int) -> bytes:

@@ -19,6 +19,9 @@ FINAL = "final evaluation on 512 prompts: accuracy"
 GOALS, MISSED = {"sampled": 0.9, "greedy": 0.95}, "goal not reached after 30 steps"
 NO_GREEDY = {"accuracy_greedy": None, "seconds_to_goal": None}
 BEST = {"checkpoint": {"step": 3}, "metric": "m", "value": 0.5}
+EVALUATED = {"eval/accuracy_sampled": 0.4, "eval/accuracy_greedy": 0.5}
+ANSWERS = {"learner/by_source/sums/length_mean": 4.0, "learner/by_source/sums/trajectories": 30.0}
+ANSWERS |= {"learner/by_source/words/length_mean": 8.0, "learner/by_source/words/trajectories": 10.0}
 
 
 @cases(
@@ -51,9 +54,6 @@ def test_the_figures_that_a_summary_has_are_shown(experiment, summary, lines):
     assert [line.strip() for line in printed.get().splitlines()] == [done, *lines]
 
 
-EVALUATED = {"eval/accuracy_sampled": 0.4, "eval/accuracy_greedy": 0.5}
-
-
 @pytest.mark.parametrize("num_steps", [1, 30])
 def test_a_run_becomes_a_picture_beside_its_metrics_even_if_never_evaluated(tmp_path, num_steps):
     append_rows(tmp_path, *map(make_row, range(1, num_steps + 1)))
@@ -73,10 +73,6 @@ def test_every_held_out_set_and_every_lag_has_its_curve_and_a_running_mean_looks
     assert [line.get_label() for line in mismatch.get_lines()] == ["0", "2-3", "8-15", "16+"]
     assert [list(line.get_xdata()) for line in mismatch.get_lines()] == [[1]] * 4
     assert running_mean([1.0, 3.0, 5.0, 7.0], width=2) == [1.0, 2.0, 4.0, 6.0]
-
-
-ANSWERS = {"learner/by_source/sums/length_mean": 4.0, "learner/by_source/sums/trajectories": 30.0}
-ANSWERS |= {"learner/by_source/words/length_mean": 8.0, "learner/by_source/words/trajectories": 10.0}
 
 
 @cases(

@@ -19,6 +19,10 @@ from tests.fakes import STATUS_ROW, make_gauges, make_reports, status_of
 from tests.memory_store.store import MemoryStore
 from tests.unit.slipstream.observe.catalog.test_catalog import byte_tokenizer
 
+SHORT = "waiting for the 2 groups of step 4: 1 of 2 groups are ready"
+DEFERRED = {"reason": "trajectories are deferred: store_full", "waits_for": "store"}
+STORE = {"reason": "the store at x for 3 s of 60 s", "waits_for": "store"}
+
 
 def role(status, name):
     return next(each for each in status.roles if each.name == name)
@@ -70,11 +74,6 @@ def test_paced_generators_and_those_with_room_wait_for_the_learner_and_all_for_d
     assert found == [("the generators", "the learner"), ("the learner", "the generators")]
     assert status_of({}).waits == [Wait("all roles", "the broker", "no broker has joined yet")]
     assert status_of({}, phase="finished").waits == []
-
-
-SHORT = "waiting for the 2 groups of step 4: 1 of 2 groups are ready"
-DEFERRED = {"reason": "trajectories are deferred: store_full", "waits_for": "store"}
-STORE = {"reason": "the store at x for 3 s of 60 s", "waits_for": "store"}
 
 
 @cases(

@@ -28,6 +28,7 @@ from tests.builders import make_run
 from tests.cases import cases
 
 SECRET = "kept-to-ourselves"
+PLANTED = "Zk3vN8qLw2XyT7bR"
 
 
 @pytest.fixture(autouse=True)
@@ -144,9 +145,6 @@ def test_a_damaged_guest_token_is_refused_and_a_guest_cannot_begin_a_run(tmp_pat
     token = guest_token(derive_keys("the run's own token"), "alice")
     with pytest.raises(ConfigError, match="the token must be the run's, got a guest's"):
         make_token(run_in(tmp_path, token))
-
-
-PLANTED = "Zk3vN8qLw2XyT7bR"
 
 
 @cases(

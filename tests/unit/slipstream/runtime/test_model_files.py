@@ -28,6 +28,8 @@ from tests.pictures import IMAGE, PLACE, make_picture, make_vision_model
 from tests.tiny_model import make_tiny_model
 from tests.unit.generators.chat import make_chat_tokenizer
 
+THINK = Reasoning("<think>", "</think>", "vocabulary")
+
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -247,9 +249,6 @@ def test_images_come_from_bytes_or_from_within_the_folder(tmp_path: Path, monkey
     for source in (data, "images/a.png"):
         with pytest.raises(ConfigError, match=f" {len(data) - 1} bytes"):
             load_image(source, folder=folder)
-
-
-THINK = Reasoning("<think>", "</think>", "vocabulary")
 
 
 @cases(

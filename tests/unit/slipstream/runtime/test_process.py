@@ -21,6 +21,7 @@ while True:
     signal.pause()
 """
 PATIENCE_S = 30.0
+BURST = 8
 
 
 @contextmanager
@@ -81,9 +82,6 @@ atexit.register(lambda: (time.sleep(1.1), os.kill(os.getpid(), signal.SIGTERM), 
 def test_the_signals_of_a_closing_terminal_interrupt_once_and_leave_no_traceback(program: str, printed: str):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout, done.stderr) == (130, printed, "interrupted\n")
-
-
-BURST = 8
 
 
 def make_limiter() -> tuple[LogLimiter, list, FakeClock]:

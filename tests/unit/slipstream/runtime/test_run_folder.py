@@ -24,6 +24,8 @@ from tests.builders import make_run
 from tests.cases import cases
 from tests.fakes import no_file_above
 
+WHOLE = [{"step": step, "time_s": float(step)} for step in (1, 2, 3)]
+
 
 def folder_in(runs_dir: Path, **settings: object) -> RunFolder:
     return RunFolder(make_run(runs_dir=str(runs_dir), **settings))
@@ -92,9 +94,6 @@ def test_auto_begins_a_run_or_goes_on_where_true_only_goes_on_and_a_discarded_ru
         folder.path.mkdir(exist_ok=True)
         (folder.path / "mine").touch()
     assert (folder.path / "mine").exists(), "what was there before is kept"
-
-
-WHOLE = [{"step": step, "time_s": float(step)} for step in (1, 2, 3)]
 
 
 @cases(

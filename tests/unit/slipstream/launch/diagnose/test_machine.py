@@ -23,6 +23,8 @@ from slipstream.runtime.model_files import ModelFingerprint
 from tests.builders import make_run
 from tests.cases import cases
 
+FIRST = 'print(\'noise of a library\\n{"name": "torch", "verdict": "ok", "found": "loads"}\', flush=True)\n'
+
 
 def assert_found(finding: Result, verdict: str, found: str = "") -> None:
     """The finding has this verdict and these words, and says what to do about a warning or a failure."""
@@ -364,9 +366,6 @@ def test_the_kernels_are_those_of_the_processor(flags, verdict, kernels, tmp_pat
     assert check_instructions(CPU, cpu_info=info).verdict == "fail", "the kernels are not in the wheel"
     assert check_instructions(GPU, cpu_info=info).verdict == "skipped", "it matters to the CPU build alone"
     assert check_instructions(CPU, cpu_info=tmp_path / "none").verdict == "skipped"
-
-
-FIRST = 'print(\'noise of a library\\n{"name": "torch", "verdict": "ok", "found": "loads"}\', flush=True)\n'
 
 
 @cases(

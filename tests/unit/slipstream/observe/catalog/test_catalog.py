@@ -26,6 +26,7 @@ from tests.unit.slipstream.observe.catalog.test_commands import run
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=6, seed=0)
 SPANS = [VersionSpan(6, 2), VersionSpan(9, 4)]
+ALL = ["0-0-0", "0-0-1", "1-0-0", "1-0-1", "1-0-2", "2-0-0"]
 
 
 def group(name: str, rewards: list[float], *, steps: list[int], outcome: str = "retired", **fields: Any) -> StoredGroup:
@@ -71,9 +72,6 @@ def found(catalog: Catalog, *, sort_by: str = "", is_descending: bool = False, *
     assert page.num_rows == len(page.rows) == catalog.select(query).num_rows == len(list(catalog.stored(query)))
     assert catalog.select(query)["id"].to_pylist() == [row.id for row in page.rows]
     return [row.id for row in page.rows]
-
-
-ALL = ["0-0-0", "0-0-1", "1-0-0", "1-0-1", "1-0-2", "2-0-0"]
 
 
 @pytest.mark.parametrize("kind", ["archive", "run", "out.parquet", "out.jsonl"])

@@ -28,6 +28,8 @@ from tests.recorded_run import record_run
 from tests.runs import exit_code
 from tests.unit.buffer.archive.test_archive import make_step
 
+NEWER, LOGPROB = {b"slipstream.archive_schema": b"7"}, "generator_logprobs"
+
 
 def run(*arguments: object) -> int:
     """Return the exit code of a command of `slipstream data`."""
@@ -320,9 +322,6 @@ def with_value(table: pa.Table, name: str, at: tuple[int, int], value: Any) -> p
     column[at[0]][at[1]] = value
     place = table.schema.get_field_index(name)
     return table.set_column(place, name, pa.array(column, table.schema.field(name).type))
-
-
-NEWER, LOGPROB = {b"slipstream.archive_schema": b"7"}, "generator_logprobs"
 
 
 @cases(
