@@ -61,7 +61,6 @@ TRIED_BY = {
     "tests/integration/test_sft.py": ["slipstream sft"],
     "tests/unit/slipstream/test_cli.py": ["slipstream config"],
     "tests/unit/slipstream/launch/test_plan.py": ["slipstream plan"],
-    "tests/unit/scripts/test_check_algorithm.py": ["slipstream check"],
     "tests/unit/slipstream/launch/test_generate.py": ["slipstream generate"],
     "tests/unit/slipstream/launch/test_convert.py": ["slipstream convert"],
     "tests/integration/test_slurm.py": ["slipstream launch slurm"],
@@ -75,10 +74,9 @@ TRIED_BY = {
     "tests/unit/slipstream/observe/catalog/test_commands.py": each_of("slipstream data ", "export import fetch"),
     "tests/integration/test_dead_ends.py": each_of("python -m slipstream.", "broker learner generators"),
     "tests/integration/test_benchmarks.py": each_of("python -m benchmarks.", BENCHMARKS),
-    "tests/unit/benchmarks/test_peers.py": ["python -m benchmarks.peers"],
-    "tests/unit/benchmarks/test_staleness.py": ["python -m benchmarks.staleness"],
+    "tests/unit/benchmarks/test_peers.py": each_of("python -m benchmarks.", "peers staleness"),
     "tests/unit/generators/tools/test_search.py": ["python -m slipstream.scripts.make_search_index"],
-    "tests/unit/scripts/test_make_prompts.py": ["python -m slipstream.scripts.make_prompts"],
+    "tests/unit/scripts/test_make_prompts.py": ["slipstream check", "python -m slipstream.scripts.make_prompts"],
 }
 """Tests -> the programs that they run in a short form, where `test_commands_on_a_run_work` does not."""
 
