@@ -28,6 +28,7 @@ from slipstream.buffer.records import RunState
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.store import Store
+from slipstream.cli import main
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import read_config
@@ -79,6 +80,15 @@ def _made_task(*, warm: bool) -> Path:
 def run_script(folder: Path, module: str, *arguments: str) -> None:
     done = call([sys.executable, "-m", module, *arguments], folder, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
+
+
+def exit_code(*words: object) -> int:
+    """Run a command of `slipstream` in this process; returns its exit code."""
+    try:
+        main([*map(str, words)])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
 
 
 def call(

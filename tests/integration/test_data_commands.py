@@ -20,7 +20,7 @@ from slipstream.observe.catalog.sources import StoreSource
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_finished, make_run, write_archive
 from tests.contract.stores import GROUP_SIZE, answer, checkpoint, claim, commit, entry_of, lease, make_ready, open_run
-from tests.unit.slipstream.observe.catalog.data_command import run as run_command
+from tests.unit.slipstream.observe.catalog.test_commands import run as run_command
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from slipstream.launch.run import with_sft_preset
 from slipstream.launch.sweep import expand
 from slipstream.observe.catalog.commands import app as data_app
 from tests import runs
+from tests.cases import cases
 from tests.shape.test_documents import HAND_WRITTEN, is_program
 from tests.shape.tree import ROOT, assert_none, text
 
@@ -40,12 +41,14 @@ EXAMPLES = {"N": "1", "K": "1", "KIND": "advantage", "SECONDS": "1"}
 """Values of placeholders that must be numbers or choices; all others may be any text."""
 ELSEWHERE = ("ssh", "rsync", "export")
 """Programs that are not ours."""
+ON_A_RUN = ("slipstream status", "slipstream scale", "slipstream explain", "slipstream data stats")
 
 
 def each_of(start: str, ends: str) -> list[str]:
     return [start + end for end in ends.split()]
 
 
+BENCHMARKS = "ingest overhead learner.packing viewer peers_at_scale generators.slow_generator generators.long_answers"
 TRIED_BY = {
     ".ci/run": each_of("make ", "run check test setup test-all"),
     "tests/unit/scripts/test_setup.py": ["make constraints"],
@@ -53,12 +56,11 @@ TRIED_BY = {
     "tests/integration/test_site.py": ["make site"],
     "tests/integration/test_gpu_check.py": ["make gpu-bundle", "make gpu-check"],
     "tests/integration/test_chaos.py": ["make chaos", "python -m tests.chaos"],
-    "tests/shape/test_mutants.py": ["make mutants", "python -m tests.mutants"],
+    "tests/shape/test_code.py": ["make mutants", "python -m tests.mutants"],
     "tests/e2e/test_pipeline.py": ["slipstream run", "slipstream evaluate"],
     "tests/integration/test_sft.py": ["slipstream sft"],
     "tests/unit/slipstream/test_cli.py": ["slipstream config"],
     "tests/unit/slipstream/launch/test_plan.py": ["slipstream plan"],
-    "tests/unit/scripts/test_check_algorithm.py": ["slipstream check"],
     "tests/unit/slipstream/launch/test_generate.py": ["slipstream generate"],
     "tests/unit/slipstream/launch/test_convert.py": ["slipstream convert"],
     "tests/integration/test_slurm.py": ["slipstream launch slurm"],
@@ -69,16 +71,12 @@ TRIED_BY = {
     "tests/unit/slipstream/observe/viewer/test_viewer.py": ["slipstream view"],
     "tests/unit/slipstream/migration/test_migration.py": ["slipstream import-config"],
     "tests/integration/test_data_commands.py": each_of("slipstream data ", "ls show verify refused"),
-    "tests/unit/slipstream/observe/catalog/test_transfer.py": each_of("slipstream data ", "export import fetch"),
+    "tests/unit/slipstream/observe/catalog/test_commands.py": each_of("slipstream data ", "export import fetch"),
     "tests/integration/test_dead_ends.py": each_of("python -m slipstream.", "broker learner generators"),
-    "tests/integration/test_benchmarks.py": each_of(
-        "python -m benchmarks.",
-        "ingest overhead learner.packing viewer peers_at_scale generators.slow_generator generators.long_answers",
-    ),
-    "tests/unit/benchmarks/test_peers.py": ["python -m benchmarks.peers"],
-    "tests/unit/benchmarks/test_staleness.py": ["python -m benchmarks.staleness"],
+    "tests/integration/test_benchmarks.py": each_of("python -m benchmarks.", BENCHMARKS),
+    "tests/unit/benchmarks/test_peers.py": each_of("python -m benchmarks.", "peers staleness"),
     "tests/unit/generators/tools/test_tools.py": ["python -m slipstream.scripts.make_search_index"],
-    "tests/unit/scripts/test_make_prompts.py": ["python -m slipstream.scripts.make_prompts"],
+    "tests/unit/scripts/test_make_prompts.py": ["slipstream check", "python -m slipstream.scripts.make_prompts"],
 }
 """Tests -> the programs that they run in a short form, where `test_commands_on_a_run_work` does not."""
 
@@ -136,11 +134,8 @@ def in_help() -> Iterator[Command]:
     """Every command in a help text; several in a line stand apart."""
     texts = {"slipstream --help": app.info.help}
     for group in (app, *GROUPS.values()):
-        texts |= {
-            f"help of {each.callback.__name__}": each.callback.__doc__
-            for each in group.registered_commands
-            if each.callback
-        }
+        callbacks = [each.callback for each in group.registered_commands if each.callback]
+        texts |= {f"help of {each.__name__}": each.__doc__ for each in callbacks}
     for place, content in texts.items():
         for words in re.findall(r"^ *(slipstream .+)$", content or "", re.MULTILINE):
             parts = [part for part in re.split(r" {2,}", words) if part.startswith("slipstream ")]
@@ -150,7 +145,7 @@ def in_help() -> Iterator[Command]:
 COMMANDS = [*(command for page in HAND_WRITTEN for command in find_commands(page)), *in_help()]
 
 
-def test_every_block_says_whether_it_holds_commands() -> None:
+def test_every_block_says_whether_it_holds_commands_and_each_is_understood_by_its_program() -> None:
     marked = [(page, language, block) for page in HAND_WRITTEN for language, block in BLOCK.findall(text(page))]
     blocks = [f"{page}: {language!r}: {block[:40]!r}" for page, language, block in marked if language not in LANGUAGES]
     assert_none([f"{block}: must be marked as one of {', '.join(LANGUAGES)}" for block in blocks])
@@ -160,6 +155,7 @@ def test_every_block_says_whether_it_holds_commands() -> None:
     lines = indented + [(page, line) for page, line in as_text if line.startswith(starts)]
     assert_none([f"{page}: a command must stand in a block marked sh, got {line!r}" for page, line in lines])
     assert len(COMMANDS) > 30
+    assert_none([reason for command in COMMANDS if (reason := misunderstood(command))])
 
 
 def misunderstood(command: Command) -> str:
@@ -223,10 +219,6 @@ def check_module(command: Command) -> None:
         assert is_program(module), f"no program {module}"
 
 
-def test_every_command_is_understood_by_its_program() -> None:
-    assert_none([reason for command in COMMANDS if (reason := misunderstood(command))])
-
-
 WRONG = """
 slipstream stat
 slipstream status --wacth
@@ -253,9 +245,7 @@ def test_a_wrong_command_would_be_found(line: str) -> None:
     assert misunderstood(command)
 
 
-@pytest.mark.parametrize(
-    "printed", ["error: learner.max_steps must be", "error: buffer.reuse.max_uses must be < 1 ..."]
-)
+@cases("printed", "error: learner.max_steps must be", "error: buffer.reuse.max_uses must be < 1 ...")
 def test_a_wrong_refusal_would_be_found(printed: str) -> None:
     (command,) = in_block("page", f"$ slipstream run buffer.reuse.max_uses=0\n{printed}\n", prompt="$ ")
     assert misunderstood(command)
@@ -285,16 +275,12 @@ for module, *arguments in json.load(sys.stdin):
 @pytest.mark.slow
 def test_the_options_of_every_other_program_are_known() -> None:
     programs = [command.words[2:] for command in COMMANDS if command.words[:2] == ("python", "-m")]
-    others = [
-        words for words in programs if words[0].removeprefix("slipstream.") not in ("broker", "learner", "generators")
-    ]
+    roles = ("slipstream.broker", "slipstream.learner", "slipstream.generators")
+    others = [words for words in programs if words[0] not in roles]
     assert others
     words, given = [sys.executable, "-c", PARSE], json.dumps(others)
     done = subprocess.run(words, cwd=ROOT, input=given, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
-
-
-ON_A_RUN = ("slipstream status", "slipstream scale", "slipstream explain", "slipstream data stats")
 
 
 def test_every_command_is_tried_somewhere() -> None:

@@ -1,7 +1,9 @@
 """The documents are true: links, names of files, settings, options, commands and metrics, generated pages, tables."""
 
 import re
-from pathlib import PurePosixPath
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
 
 import pytest
 import typer
@@ -9,7 +11,10 @@ import typer
 from docs.tools.write_docs import stale_pages
 from slipstream.buffer.role_reports import RoleStatus
 from slipstream.cli import app
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load
 from slipstream.configs.schema import groups, settings
+from slipstream.launch.preflight import check_surroundings
 from slipstream.observe.catalog.commands import app as data_app
 from slipstream.observe.run_status import RunStatus
 from slipstream.runtime.healthy_ranges import RANGES
@@ -31,6 +36,7 @@ WORD = re.compile(r"\w+")
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
 HAND_WRITTEN = [page for page in paths(".md") if page not in ("CHANGELOG.md", "docs/settings.md")]
 """Pages whose names are those of today: the changelog names what was before."""
+FOLDERS = sorted({path.split("/")[1] for path in paths() if re.match("examples/[^/]+/", path)})
 
 
 def rows(page: str) -> list[tuple[str, str]]:
@@ -62,10 +68,13 @@ def test_every_document_is_in_the_menu_of_the_site_once() -> None:
     assert sorted(menu) == sorted([*pages, "docs/decisions/index.md"])
 
 
-def test_every_link_of_a_document_leads_somewhere() -> None:
+def test_every_link_and_every_file_that_a_document_names_exists() -> None:
     links = [(page, target) for page in paths(".md") for target in LINK.findall(text(page))]
     relative = [(page, target) for page, target in links if not re.match(r"[a-z]+:", target)]
     assert_none([f"{page}: {target}" for page, target in relative if not exists(page, target)])
+    pages = [page for page in paths(".md") if page != "CHANGELOG.md"]
+    named = [(page, path) for page in pages for path in PATH.findall(text(page))]
+    assert_none([f"{page}: {path}" for page, path in named if not (ROOT / path).exists() and not exists(page, path)])
 
 
 def exists(page: str, target: str) -> bool:
@@ -79,12 +88,6 @@ def anchors(page: str) -> set[str]:
     """Anchors that the headings of a page get: lower case, hyphens for spaces, no punctuation."""
     headings = re.findall(r"^#+ +(.*)$", page, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_every_file_that_a_document_names_exists() -> None:
-    pages = [page for page in paths(".md") if page != "CHANGELOG.md"]
-    named = [(page, path) for page in pages for path in PATH.findall(text(page))]
-    assert_none([f"{page}: {path}" for page, path in named if not (ROOT / path).exists() and not exists(page, path)])
 
 
 def test_every_test_that_a_document_names_exists_and_every_attack_has_one() -> None:
@@ -116,9 +119,8 @@ def unknown_settings(page: str) -> list[str]:
 
 def unknown_options(page: str) -> list[str]:
     known = groups()
-    return [
-        f"{group}={option}" for group, option in OPTION.findall(text(page)) if option not in known.get(group, option)
-    ]
+    named = OPTION.findall(text(page))
+    return [f"{group}={option}" for group, option in named if option not in known.get(group, option)]
 
 
 def unknown_metrics(page: str) -> list[str]:
@@ -141,18 +143,83 @@ def is_program(module: str) -> bool:
     return (path / "__main__.py").is_file() or path.with_suffix(".py").is_file()
 
 
-def test_every_documented_metric_is_named_in_the_code() -> None:
-    """That each one that is emitted is documented, is tested where it is emitted."""
+def test_every_documented_metric_is_named_in_the_code_with_its_range_and_every_status_key_documented() -> None:
     named = {word for path in paths(".py") if not path.startswith("tests/") for word in WORD.findall(text(path))}
     last_names = {key: re.sub(r"_(?:sampled|greedy)$", "", key.rpartition("/")[2]) for key in keys_under()}
     assert_none([key for key, name in sorted(last_names.items()) if "<" not in key and name not in named])
-
-
-def test_the_range_of_a_metric_that_is_watched_is_the_one_documented() -> None:
     documented = dict(rows("docs/metrics.md"))
     ranges = {key: (re.sub("by_lag/[^/]+/", "", key), str(watched)) for key, watched in RANGES.items()}
     assert_none([f"{key}: {watched}" for key, (row, watched) in ranges.items() if watched not in documented[row]])
-
-
-def test_every_status_key_is_documented_in_the_order_it_comes() -> None:
     assert [*RunStatus.__struct_fields__, *RoleStatus.__struct_fields__] == [key for key, _ in rows("docs/status.md")]
+
+
+def test_every_example_has_a_page_with_its_curve_and_is_listed() -> None:
+    listed = re.findall(r"^\| \[(\w+)\]\((\w+)\) \|", text("examples/README.md"), re.MULTILINE)
+    assert sorted(listed) == [(folder, folder) for folder in FOLDERS]
+    for folder in FOLDERS:
+        page = text(f"examples/{folder}/README.md")
+        assert re.search(r"^!\[.+\]\(curve\.png\)$", page, re.MULTILINE), folder
+        assert (ROOT / "examples" / folder / "curve.png").is_file()
+        assert re.search(r"^slipstream run experiment=", page, re.MULTILINE), folder
+
+
+RUNS = [path for path in paths("run.yaml") if path.startswith("examples/")]
+
+
+@pytest.mark.parametrize("path", RUNS)
+def test_an_example_starts_in_a_clone_without_data_and_models(path, tmp_path, monkeypatch) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    try:
+        check_surroundings(load([f"experiment={path}"]))
+    except ConfigError as error:
+        if "needs the library" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("path", RUNS)
+def test_a_model_that_an_example_begins_with_is_made_by_its_first_step(path: str) -> None:
+    run = load([f"experiment={path}"])
+    made = [step for step in run.prepare if step.module == "slipstream"]
+    # Named twice: where it is made and where it is used.
+    assert sorted(2 * [step.creates for step in made]) == sorted(re.findall(r"runs/\w+/final_model", text(path)))
+    for step in made:
+        command, *overrides = step.args
+        first = load(overrides)
+        assert (command, first.mode) == ("sft", "sft")
+        assert Path(step.creates) == Path(first.runs_dir) / first.name / "final_model"
+
+
+LINES = [line for line in text("Dockerfile").replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
+INSTRUCTIONS = [tuple(line.split(maxsplit=1)) for line in LINES]
+FINAL = INSTRUCTIONS[max(at for at, (word, _) in enumerate(INSTRUCTIONS) if word == "FROM") :]
+
+
+def test_the_image_is_made_of_instructions_stages_and_extras_that_there_are() -> None:
+    known = {"ARG", "FROM", "WORKDIR", "RUN", "COPY", "ENV", "USER", "CMD"}
+    assert {word for word, _ in INSTRUCTIONS} <= known
+    stages = re.findall(r"AS (\w+)", " ".join(rest for word, rest in INSTRUCTIONS if word == "FROM"))
+    copied = re.findall(r"--from=(\w+)", text("Dockerfile"))
+    assert copied
+    assert set(copied) <= set(stages)
+    offered = set(tomllib.loads(text("pyproject.toml"))["project"]["optional-dependencies"])
+    (installed,) = re.findall(r'"\.\[\$BUILD,([\w,]+)\]"', text("Dockerfile"))
+    assert {*installed.split(","), "cpu", "gpu"} <= offered
+    assert '--constraints "constraints/$BUILD.txt"' in text("Dockerfile")
+    assert "--constraints hashes.txt" in text("Dockerfile")
+    assert ("ARG", "BUILD=gpu") in INSTRUCTIONS
+
+
+def test_the_image_runs_without_root_as_the_user_of_the_manifests_and_gets_no_secret() -> None:
+    users = [rest for word, rest in FINAL if word == "USER"]
+    assert users == ["1000:1000"], "securityContext.runAsUser of slipstream/cluster/manifests.yaml"
+    at = FINAL.index(("USER", users[0]))
+    assert all(word in ("WORKDIR", "CMD") for word, _ in FINAL[at + 1 :])
+    assert ("WORKDIR", "/workspace") in FINAL
+    assert not re.search(r"(?i)\b\w*(token|password|secret|api_?key|credential)\w*=", text("Dockerfile"))
+    # The final stage takes no files of the checkout, whose first stage is thrown away.
+    assert all("--from=build" in rest for word, rest in FINAL if word == "COPY")
+    ignored = text(".dockerignore").split()
+    for path in (".git", ".venv", "runs", "data", "models", "token", "mine.token", ".env"):
+        assert any(fnmatch(path, pattern) for pattern in ignored), path

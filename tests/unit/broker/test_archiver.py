@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,12 @@ import pytest
 
 from slipstream.broker import archiver as archiver_module
 from slipstream.broker.archiver import Archiver, ArchiverThread
+from slipstream.buffer import errors
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.archive.archive import Archive, ArchiveMirror
 from slipstream.buffer.archive.index import ShardEntry
 from slipstream.buffer.archive.shards import ShardWriter
-from slipstream.buffer.errors import (
-    ArchiveError,
-    StaleFenceError,
-    StorageError,
-    StoreCannotWriteError,
-    StoreUnavailableError,
-)
+from slipstream.buffer.errors import StaleFenceError, StorageError, StoreUnavailableError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.buffer.records import CheckpointPointer, RunState, StepEntry, StoredGroup
 from slipstream.buffer.store_rules import NO_FENCE
@@ -28,7 +24,7 @@ from slipstream.configs.buffer import ArchiveConfig
 from tests.builders import make_finished, write_archive
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
-from tests.unit.buffer.archive.test_ledger import make_step
+from tests.unit.buffer.archive.test_archive import make_step
 
 CONFIG = ArchiveConfig()
 
@@ -74,9 +70,7 @@ class FakeStore:
         return [entry for entry in self.steps if entry.step >= first_step and entry.step > self.archived_step]
 
     def forget_steps(self, entry: StepEntry, *, fence: int) -> int:
-        self._record("forget_steps")
-        if fence != self.fence:
-            raise StaleFenceError(f"another broker took over from fence {fence}")
+        self._record("forget_steps", fence=fence)
         assert entry in self.steps
         self.archived_step, before = entry.step, self.archived_step
         return entry.step - before
@@ -98,9 +92,7 @@ class FakeStore:
         return self.groups[:limit]
 
     def forget(self, group_ids: list[str], *, fence: int) -> int:
-        self._record("forget")
-        if fence != self.fence:
-            raise StaleFenceError(f"another broker took over from fence {fence}")
+        self._record("forget", fence=fence)
         before = len(self.groups)
         self.groups = [group for group in self.groups if group.id not in group_ids]
         return before - len(self.groups)
@@ -108,10 +100,12 @@ class FakeStore:
     def close(self) -> None:
         self._record("close")
 
-    def _record(self, operation: str) -> None:
+    def _record(self, operation: str, *, fence: int | None = None) -> None:
         self.events.append(operation)
         if self.broken == operation:
             raise StoreUnavailableError("the store does not answer")
+        if fence not in (None, self.fence):
+            raise StaleFenceError(f"another broker took over from fence {fence}")
 
 
 @pytest.fixture
@@ -285,28 +279,12 @@ def test_a_step_that_the_store_lost_while_it_waited_for_a_group_is_not_written(a
     assert Archive(tmp_path).steps() == store.steps
 
 
-class RefusingStore(FakeStore):
-    """Accepts only reports, like a store with a full disk."""
+@pytest.mark.parametrize("waits_for", ["store", "disk"])
+def test_a_stuck_archiver_says_which_side_it_waits_for(store, tmp_path, monkeypatch, waits_for):
+    def fail(*_: object) -> None:
+        raise errors.StoreCannotWriteError("no room") if waits_for == "store" else OSError("no space left")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.reports: list[dict[str, Any]] = []
-
-    def run_state(self) -> RunState:
-        raise StoreCannotWriteError("no room")
-
-    def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
-        self.reports.append(gauges)
-
-
-def full_disk(_: Path) -> ShardWriter:
-    raise OSError("no space left")
-
-
-@pytest.mark.parametrize(("open_writer", "waits_for"), [(ShardWriter, "store"), (full_disk, "disk")])
-def test_a_stuck_archiver_says_which_side_it_waits_for(tmp_path: Path, monkeypatch, open_writer, waits_for: str):
-    monkeypatch.setattr(archiver_module, "ShardWriter", open_writer)
-    store = RefusingStore()
+    monkeypatch.setattr(*((store, "run_state") if waits_for == "store" else (archiver_module, "ShardWriter")), fail)
     thread = ArchiverThread(lambda: store, tmp_path / "archive", CONFIG)
     thread.start()
     assert thread.stop(timeout_s=10)
@@ -361,7 +339,7 @@ def test_groups_and_steps_leave_the_store_only_after_the_object_store_has_them(s
     assert store.ledger() == []
     assert shards_in(tmp_path / "remote") == shards_in(tmp_path / "here") == [["0", "1", "2"], ["3", "4", "5"]]
     assert Archive(tmp_path / "remote").check().is_sound
-    assert [entry.step for entry in Archive(tmp_path / "remote").steps()] == [1]
+    assert steps_in(tmp_path / "remote") == [1]
 
 
 def test_an_archive_goes_on_elsewhere_and_refuses_the_folder_that_was_left(store, tmp_path):
@@ -376,12 +354,12 @@ def test_an_archive_goes_on_elsewhere_and_refuses_the_folder_that_was_left(store
     second.close()
     for place in ("there", "remote"):
         assert shards_in(tmp_path / place) == [["0", "1", "2"], ["3", "4", "5"]]
-        assert [entry.step for entry in Archive(tmp_path / place).steps()] == [1, 2]
+        assert steps_in(tmp_path / place) == [1, 2]
     # The first machine fetches the newest shard that it lacks; a folder with other shards is refused.
     make_mirrored(store, tmp_path / "here", tmp_path / "remote").close()
     assert shards_in(tmp_path / "here") == shards_in(tmp_path / "remote")
     other = write_archive(tmp_path / "other", [make_finished("9")])
-    with pytest.raises(ArchiveError, match=r"must have the first shards of .*remote, got others"):
+    with pytest.raises(errors.ArchiveError, match=r"must have the first shards of .*remote, got others"):
         make_mirrored(store, other, tmp_path / "remote")
 
 
@@ -406,20 +384,10 @@ def await_status(thread: ArchiverThread, holds) -> None:
         time.sleep(0.01)
 
 
-def test_the_archiver_works_while_its_broker_is_the_chief_and_leaves_the_folder_to_the_next(
-    tmp_path: Path, store: FakeStore
-):
+def test_the_archiver_works_while_its_broker_is_the_chief_and_leaves_the_folder_to_the_next(tmp_path, store):
     fences: dict[str, int | None] = {"first": None, "second": None}
     store.finish(*range(3))
-    threads = {
-        name: ArchiverThread(
-            lambda: store,
-            tmp_path,
-            CONFIG,
-            lead=lambda name=name: fences[name],  # type: ignore[misc]
-        )
-        for name in fences
-    }
+    threads = {name: ArchiverThread(lambda: store, tmp_path, CONFIG, lead=partial(fences.get, name)) for name in fences}
     for thread in threads.values():
         thread.start()
     time.sleep(0.02)
@@ -441,9 +409,7 @@ def test_the_archiver_works_while_its_broker_is_the_chief_and_leaves_the_folder_
     assert shards_in(tmp_path) == [["0", "1", "2"], ["3", "4", "5"]]
 
 
-def test_an_archiver_that_hung_does_not_overwrite_in_the_object_store_what_its_successor_wrote(
-    tmp_path: Path, store: FakeStore, monkeypatch
-):
+def test_an_archiver_that_hung_does_not_overwrite_what_its_successor_wrote(tmp_path, store, monkeypatch):
     def archiver(place: str, fence: int) -> Archiver:
         mirror = ArchiveMirror(tmp_path / place, ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0)))
         return Archiver(store, tmp_path / place, CONFIG, mirror=mirror, fence=fence)

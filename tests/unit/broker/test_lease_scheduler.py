@@ -18,6 +18,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import StalenessConfig
 from slipstream.runtime.images import image_id
 from tests.builders import make_packed, make_run
+from tests.cases import cases
 from tests.fakes import FakePeer, RouterScene
 from tests.memory_store.store import MemoryStore
 from tests.pictures import make_picture, make_picture_row
@@ -174,9 +175,8 @@ def test_a_run_without_a_row_in_the_band_skips_nothing_and_says_so_once(tmp_path
         assert [prompt.lease.ordinal for prompt in leased] == list(range(first, first + 4))
     assert scene.store.counts().curriculum == {"rows": 10, "rows_too_hard": 10, "explored": 12}
     (event,) = scene.store.events(limit=9)
-    assert event.text.startswith(
-        "the success rate of every row of data.train lies outside data.curriculum.low and high"
-    )
+    sentence = "the success rate of every row of data.train lies outside data.curriculum.low and high"
+    assert event.text.startswith(sentence)
 
 
 def test_images_are_stored_once_and_before_anybody_can_refer_to_them(tmp_path: Path):
@@ -214,22 +214,28 @@ def test_no_prompt_is_leased_while_the_store_has_no_room_for_images(tmp_path: Pa
     assert prompt.lease.id == "1-0"
 
 
-@pytest.mark.parametrize(
-    ("max_lag", "publish_every", "consumed", "limit"),
-    [(0, 1, 0, 4), (0, 1, 12, 16), (2, 1, 0, 12), (2, 2, 8, 32), (8, 1, 400, 40)],
+@cases(
+    "max_lag, publish_every, consumed, limit",
+    (0, 1, 0, 4),
+    (0, 1, 12, 16),
+    (2, 1, 0, 12),
+    (2, 2, 8, 32),
+    (8, 1, 400, 40),
 )
 def test_the_limit_follows_consumption_and_ends_with_the_run(max_lag, publish_every, consumed, limit):
-    run = make_run(
-        staleness={"max_lag": max_lag, "target_lag": max_lag},
-        weights={"publish_every_steps": publish_every},
-        learner={"prompts_per_step": 4, "max_steps": 10},
-    )
+    settings = {"weights": {"publish_every_steps": publish_every}, "staleness": {"max_lag": max_lag}}
+    run = make_run(learner={"prompts_per_step": 4, "max_steps": 10}, **settings)
     assert admission_limit(run, make_state(consumed=consumed)) == limit
 
 
-@pytest.mark.parametrize(
-    ("target_lag", "chosen", "limit"),
-    [(4, None, 20), (2, None, 12), (1.5, None, 10), (0, None, 4), ("auto", None, 8), ("auto", 2.5, 14)],
+@cases(
+    "target_lag, chosen, limit",
+    (4, None, 20),
+    (2, None, 12),
+    (1.5, None, 10),
+    (0, None, 4),
+    ("auto", None, 8),
+    ("auto", 2.5, 14),
 )
 def test_a_lower_lag_to_pace_for_admits_fewer_groups(target_lag, chosen, limit):
     staleness = {"max_lag": 4, "target_lag": target_lag}
@@ -238,14 +244,17 @@ def test_a_lower_lag_to_pace_for_admits_fewer_groups(target_lag, chosen, limit):
     assert admission_limit(run, make_state(target_lag=chosen, consumed=8)) == limit + 8
 
 
-def test_groups_that_would_be_stale_when_they_are_trained_on_are_not_paced_for():
+def test_groups_that_would_be_stale_are_not_paced_for_a_replay_admits_none_and_the_first_reason_counts():
     with pytest.raises(ConfigError, match=r"target_lag must be <= max_lag \(2\), got 2.5"):
         StalenessConfig(max_lag=2, target_lag=2.5)
-
-
-def test_a_replay_admits_no_prompt():
     run = make_run(mode="replay", weights={"transport": "memory"}, replay={"path": "runs/other/archive"})
     assert admission_limit(run, make_state(consumed=100)) == 0
+    run = make_run(staleness={"max_lag": 1})
+    state = make_state()
+    assert admission_reason(run, state=state, counts=counts(admitted=3)) == ""
+    assert admission_reason(run, state=state, counts=counts(admitted=4)).startswith("pacing: ")
+    over = msgspec.structs.replace(state, phase="finishing")
+    assert admission_reason(run, state=over, counts=counts()) == "the run is finishing"
 
 
 def make_state(**fields) -> RunState:
@@ -256,12 +265,3 @@ def counts(**fields):
     store = MemoryStore()
     store.open_run("run", config_json="{}", num_rows=4, seed=0)
     return msgspec.structs.replace(store.counts(), **fields)
-
-
-def test_the_reason_is_the_first_condition_that_forbids_admission():
-    run = make_run(staleness={"max_lag": 1})
-    state = make_state()
-    assert admission_reason(run, state=state, counts=counts(admitted=3)) == ""
-    assert admission_reason(run, state=state, counts=counts(admitted=4)).startswith("pacing: ")
-    over = msgspec.structs.replace(state, phase="finishing")
-    assert admission_reason(run, state=over, counts=counts()) == "the run is finishing"

@@ -1,12 +1,14 @@
 """The router leases prompts, stores trajectories and tracks peers that join and leave."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.broker import ingest
 from slipstream.broker.messages import (
     Ack,
+    AnyMessage,
     Bye,
     Drain,
     EpochOpened,
@@ -15,18 +17,28 @@ from slipstream.broker.messages import (
     Member,
     Members,
     Message,
+    Nack,
     OpenEpoch,
+    Ping,
     Pong,
+    Prompts,
     Put,
     ReturnLeases,
     Welcome,
 )
 from slipstream.broker.peers import Peer
-from slipstream.buffer.codec import encode
+from slipstream.buffer.codec import decode, encode
+from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
+from slipstream.buffer.store import StoreOutage
 from slipstream.buffer.trajectory import TrajectoryHeader
 from slipstream.runtime.model_files import ModelFingerprint
 from tests.builders import make_packed
-from tests.fakes import FakePeer, RouterScene
+from tests.cases import cases
+from tests.fakes import FakeClock, FakePeer, RouterScene
+from tests.memory_store.store import MemoryStore
+
+DRAIN_G0 = "drain/g0"
+UNAVAILABLE = StoreUnavailableError("it does not answer")
 
 
 def test_a_hello_is_answered_with_the_whole_config_and_the_models_fingerprint(tmp_path: Path):
@@ -46,16 +58,6 @@ def test_prompts_are_leased_up_to_the_pacing_limit_and_then_refused_with_the_rea
     (answer,) = peer.receive()
     assert answer.prompts == []
     assert "pacing" in answer.reason
-
-
-def test_a_trajectory_is_acknowledged_once_it_is_stored_and_a_duplicate_again(scene: RouterScene):
-    peer = scene.join()
-    peer.lease()
-    header, payload = make_packed("0", 0)
-    assert peer.exchange(Put([header]), payload) == [Ack([header.id])]
-    assert peer.exchange(Put([header]), payload) == [Ack([header.id])]
-    assert scene.store.counts().accepted == 1
-    assert scene.store.counts().duplicates == 1
 
 
 def test_a_peer_that_changes_its_name_on_one_connection_loses_its_leases(scene: RouterScene):
@@ -118,6 +120,7 @@ def test_returned_leases_and_a_bye_make_the_prompts_available_again_without_an_e
     assert scene.store.counts().returned == 2
     assert scene.store.roles()["g0"]["state"] == "gone"
     assert scene.events() == []
+    assert peer.exchange(LeaseRequest(max_trajectories=4)) == [Bye()], "it is unknown now"
 
 
 def test_prompts_that_cannot_be_delivered_are_available_again(scene: RouterScene):
@@ -139,12 +142,6 @@ def test_the_learner_receives_the_members_and_its_orders_reach_those_it_names(sc
     learner.exchange(order)
     assert first.receive() == [order]
     assert second.receive() == []
-
-
-def test_an_unknown_peer_is_answered_with_bye(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    peer.exchange(Bye())
-    assert [type(answer) for answer in peer.exchange(LeaseRequest(max_trajectories=4))] == [Bye]
 
 
 def test_a_generator_that_misses_pings_is_reported_silent_until_it_answers(scene: RouterScene):
@@ -172,10 +169,7 @@ def test_leases_that_lapse_together_make_one_event(scene):
     assert text.count("; ") == 1
 
 
-@pytest.mark.parametrize(
-    ("jump_s", "effect"),
-    [(36000.0, "keep the time they had left"), (-36000.0, "last at most their full time from now")],
-)
+@cases("jump_s, effect", (36000.0, "keep the time they had left"), (-36000.0, "last at most their full time from now"))
 def test_a_clock_of_the_store_that_is_set_costs_no_lease_and_is_an_event(scene, jump_s, effect):
     scene.step()
     assert scene.store.roles()["broker"].keys() >= {"host", "pid"}
@@ -196,9 +190,6 @@ def test_a_broker_that_starts_after_the_clock_was_set_back_waits_for_no_lease_lo
     assert "lapsed" in text
 
 
-DRAIN_G0 = "drain/g0"
-
-
 def test_the_named_generator_is_ordered_to_drain_and_no_other(scene: RouterScene):
     peers = [FakePeer(scene, "generator", name) for name in ("g0", "g1")]
     for peer in peers:
@@ -206,9 +197,7 @@ def test_the_named_generator_is_ordered_to_drain_and_no_other(scene: RouterScene
     scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
     scene.tick()
     assert [peer.receive() for peer in peers] == [[Drain("drain requested")], []]
-    assert [(event.role, event.text) for event in scene.store.events(limit=9)] == [
-        ("g0", "ordered to drain, as requested")
-    ]
+    assert scene.events() == [("g0", "ordered to drain, as requested")]
 
 
 def test_the_order_to_drain_is_repeated_until_the_generator_drains_and_not_given_to_its_successor(scene: RouterScene):
@@ -239,9 +228,8 @@ def test_a_request_past_its_deadline_is_dropped(scene: RouterScene):
 
 def test_gauges_cannot_replace_what_the_broker_knows_of_a_peer():
     gauges = {"role": "learner", "state": "gone", "version": "x", "pid": 1, "tokens": 5}
-    peer = Peer(
-        b"", Hello("generator", "g-0", "i", "node", 7), heard_at=0.0, status=Pong(-1.0, "ready", 3, gauges=gauges)
-    )
+    status = Pong(-1.0, "ready", 3, gauges=gauges)
+    peer = Peer(b"", Hello("generator", "g-0", "i", "node", 7), heard_at=0.0, status=status)
     known = {"role": "generator", "state": "ready", "version": 3, "reason": "", "host": "node", "pid": 7}
     assert peer.beat({}).gauges == known | {"tokens": 5}
 
@@ -256,7 +244,10 @@ def test_each_trajectory_of_one_put_is_checked_by_itself(scene: RouterScene):
     expected = [("0-0-1", True, "0-0"), ("77-0-0", True, "77-0")]
     assert [(nack.id, nack.is_fatal, nack.lease_id) for nack in answers[:2]] == expected
     assert answers[2:] == [Ack(["0-0-0", "1-0-0"])]
-    assert scene.store.counts().refused == {"checksum": 1, "unknown_group": 1}
+    assert peer.exchange(Put([packed[0][0]]), packed[0][1]) == [Ack(["0-0-0"])], "a duplicate again"
+    counts = scene.store.counts()
+    assert (counts.accepted, counts.duplicates) == (2, 1)
+    assert counts.refused == {"checksum": 1, "unknown_group": 1}
 
 
 @pytest.mark.parametrize("num_payloads", [0, 1, 3])
@@ -270,11 +261,18 @@ def test_a_put_with_a_wrong_number_of_payloads_is_refused_whole(scene: RouterSce
     assert scene.store.counts().refused == {"frame_count": 1}
 
 
-def test_payloads_after_any_other_message_are_refused(scene: RouterScene):
+def test_invalid_frames_are_refused_with_their_reason_and_do_not_end_the_loop(scene: RouterScene):
     peer = scene.join()
+    for frames in ([b""], [b"\xc1"], [b"\x80\x04\x95pickle"], [encode({"type": "Put"})]):
+        peer.send(frames)
     assert peer.exchange(LeaseRequest(max_trajectories=4), b"surplus") == []
-    assert scene.store.counts().refused == {"frame_count": 1}
     assert scene.store.counts().leased == 0
+    assert peer.lease().prompts
+    too_large = b"x" * (scene.run.broker.max_message_bytes + 1)
+    (nack,) = peer.exchange(Put([make_packed("0", 0)[0]]), too_large)
+    assert nack.is_fatal
+    peer.send([too_large])
+    assert scene.store.counts().refused == {"malformed": 4, "frame_count": 1, "oversized": 2}
 
 
 def test_a_generator_gives_no_weight_orders_and_speaks_for_itself_only(scene: RouterScene):
@@ -290,17 +288,6 @@ def test_a_generator_gives_no_weight_orders_and_speaks_for_itself_only(scene: Ro
     assert scene.store.counts().returned == 0
 
 
-def test_oversized_frames_are_refused_with_their_reason(scene: RouterScene):
-    peer = scene.join()
-    peer.lease()
-    too_large = b"x" * (scene.run.broker.max_message_bytes + 1)
-    header, _ = make_packed("0", 0)
-    (nack,) = peer.exchange(Put([header]), too_large)
-    assert nack.is_fatal
-    peer.send([too_large])
-    assert scene.store.counts().refused == {"oversized": 2}
-
-
 def test_an_exception_in_a_check_refuses_that_trajectory_only(scene: RouterScene, monkeypatch: pytest.MonkeyPatch):
     def check_header(header: TrajectoryHeader, payload: bytes) -> None:
         raise TypeError("a bug")
@@ -314,14 +301,12 @@ def test_an_exception_in_a_check_refuses_that_trajectory_only(scene: RouterScene
     assert scene.store.counts().refused == {"internal_error": 1}
 
 
-@pytest.mark.parametrize(
+@cases(
     "message",
-    [
-        Pong(0.0, "ready", 0, gauges={"a": [1]}),  # type: ignore[dict-item]
-        Pong(0.0, "ready", 0, gauges={str(n): n for n in range(10_000)}),
-        Pong(0.0, "ready", 0, lease_ids=["x" * 10_000]),
-        ReturnLeases(["0-0"], "x" * 10_000),
-    ],
+    Pong(0.0, "ready", 0, gauges={"a": [1]}),  # type: ignore[dict-item]
+    Pong(0.0, "ready", 0, gauges={str(n): n for n in range(10_000)}),
+    Pong(0.0, "ready", 0, lease_ids=["x" * 10_000]),
+    ReturnLeases(["0-0"], "x" * 10_000),
 )
 def test_the_size_of_a_peer_report_is_bounded(scene: RouterScene, message: Message):
     peer = scene.join()
@@ -329,8 +314,149 @@ def test_the_size_of_a_peer_report_is_bounded(scene: RouterScene, message: Messa
     assert scene.store.counts().refused == {"malformed": 1}
 
 
-def test_malformed_frames_do_not_end_the_loop(scene: RouterScene):
-    peer = scene.join()
-    for frames in ([b""], [b"\xc1"], [b"\x80\x04\x95pickle"], [encode({"type": "Put"})]):
-        peer.send(frames)
+class FailingStore(MemoryStore):
+    """A store whose every operation raises `error` while it is set."""
+
+    error: StoreUnavailableError | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        error = object.__getattribute__(self, "error")
+        if error and name != "error" and not name.startswith("_"):
+            raise error
+        return object.__getattribute__(self, name)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RouterScene:
+    monkeypatch.setattr("tests.fakes.MemoryStore", FailingStore)
+    return RouterScene(tmp_path)
+
+
+def test_every_peer_is_pinged_during_an_outage(scene: RouterScene):
+    peers = [scene.join(f"g{number}") for number in range(3)]
+    for peer in peers:
+        peer.exchange(Pong(0.0, "ready", 0, lease_ids=["0-0"]))
+    scene.store.error = UNAVAILABLE
+    for peer in peers:
+        peer.receive()
+    scene.tick()
+    for peer in peers:
+        frames = peer.channel.receive(timeout_s=0)
+        assert isinstance(decode(frames[0], AnyMessage), Ping)
+
+
+@cases(
+    "error, reason",
+    (UNAVAILABLE, "store_unavailable"),
+    (StoreCannotWriteError("its disk is full"), "store_cannot_write"),
+)
+def test_trajectories_are_deferred_counted_and_stored_later(scene: RouterScene, error, reason):
+    peer = scene.join("g0")
+    peer.lease()
+    header, payload = make_packed("0", 0)
+    scene.store.error = error
+    (nack,) = peer.exchange(Put([header]), payload)
+    assert isinstance(nack, Nack)
+    assert (nack.id, nack.reason, nack.is_fatal, nack.retry_after_s > 0) == (header.id, reason, False, True)
+    scene.store.error = None
+    scene.tick()
+    gauges = scene.store.roles()["broker"]
+    assert gauges[f"deferred_{reason}"] == 1
+    assert gauges["reason"] == f"trajectories are deferred: {reason}"
+    assert peer.exchange(Put([header]), payload) == [Ack([header.id])]
+    scene.tick()
+    assert scene.store.roles()["broker"]["reason"] == ""
+
+
+def test_lease_requests_are_answered_with_the_reason_and_served_later(scene: RouterScene):
+    peer = scene.join("g0")
+    scene.store.error = UNAVAILABLE
+    assert peer.exchange(LeaseRequest(max_trajectories=4)) == []
+    scene.tick(1.0)
+    assert peer.receive() == [Prompts([], reason="store_unavailable")]
+    scene.store.error = None
     assert peer.lease().prompts
+
+
+def test_departures_during_an_outage_are_recorded_afterwards(scene: RouterScene):
+    peers = [scene.join(f"g{number}") for number in range(2)]
+    peers[0].lease()
+    scene.store.error = UNAVAILABLE
+    scene.wait(scene.run.broker.peer_timeout_s + 1)
+    scene.store.error = None
+    assert scene.store.counts().returned == 0
+    scene.tick()
+    assert scene.store.counts().returned == 2
+    assert [scene.store.roles()[name]["state"] for name in ("g0", "g1")] == ["gone", "gone"]
+
+
+def test_of_a_store_that_hangs_one_answer_is_waited_for_however_many_peers_fall_silent(scene, monkeypatch):
+    for number in range(3):
+        scene.join(f"g{number}")
+    asked, record = [], scene.router._departures.record
+    monkeypatch.setattr(scene.router._departures, "record", lambda: asked.append(1) or record())
+    scene.store.error = UNAVAILABLE
+    while len(scene.router._peers):
+        asked.clear()
+        scene.tick()
+    assert len(asked) == 1
+
+
+def test_a_peer_that_came_back_meanwhile_keeps_its_leases(scene: RouterScene):
+    peer = scene.join("g0")
+    peer.lease()
+    scene.store.error = UNAVAILABLE
+    scene.wait(scene.run.broker.peer_timeout_s + 1)
+    scene.join()
+    scene.store.error = None
+    scene.tick()
+    assert scene.store.counts().leased == 2
+    assert scene.store.counts().returned == 0
+
+
+def test_nothing_lapses_right_after_an_outage_so_that_its_holder_can_renew_it_first(scene: RouterScene):
+    reaped_at: list[float] = []
+    scene.store.reap = lambda **_: reaped_at.append(scene.clock.now) or []
+    scene.tick()
+    assert len(reaped_at) == 1
+    scene.store.error = StoreCannotWriteError("its disk is full")
+    scene.tick()
+    scene.store.error = None
+    scene.tick()
+    assert len(reaped_at) == 1
+    scene.tick(10)
+    assert len(reaped_at) == 2
+
+
+class OutageScene:
+    def __init__(self) -> None:
+        self.clock = FakeClock(100.0)
+        self.reported: list[str] = []
+        self.outage = StoreOutage(report=self.reported.append, clock=self.clock)
+
+    def fail(self, error: StoreUnavailableError, *, at: float) -> None:
+        self.clock.now = at
+        self.outage.record(error)
+
+
+def test_a_thousand_failures_produce_few_lines_and_the_end_is_reported_once():
+    scene = OutageScene()
+    for number in range(1000):
+        scene.fail(StoreUnavailableError("it does not answer"), at=100 + number / 100)
+    assert scene.reported == [f"waiting for the store for {s} s: it does not answer" for s in (0, 5)]
+    assert scene.outage.reason == "store_unavailable"
+    assert round(scene.outage.seconds) == 10
+    scene = OutageScene()
+    scene.outage.end()
+    scene.fail(StoreCannotWriteError("its disk is full"), at=101)
+    assert scene.outage.reason == "store_cannot_write"
+    scene.clock.now = 103
+    scene.outage.end()
+    scene.outage.end()
+    scene.fail(StoreUnavailableError("gone"), at=104)
+    assert scene.outage.seconds == 0
+    assert scene.reported == [
+        "waiting for the store for 0 s: its disk is full",
+        "the store works again after 2.0 s",
+        "waiting for the store for 0 s: gone",
+    ]

@@ -1,22 +1,55 @@
 """A rejected peer receives the reason in one sentence, and the run's events and log show it."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 from structlog.testing import capture_logs
 
 from slipstream.broker.errors import RefusedByBrokerError
-from slipstream.broker.messages import UNREADABLE, Bye, Hello, Member, Message, Nack, OpenEpoch, Pong, Put, Welcome
+from slipstream.broker.guests import convict
+from slipstream.broker.ingest import Ingest
+from slipstream.broker.messages import (
+    UNREADABLE,
+    Ack,
+    Audit,
+    Audited,
+    Bye,
+    Drain,
+    Hello,
+    LeaseRequest,
+    LenderError,
+    Member,
+    Message,
+    Nack,
+    OpenEpoch,
+    Pong,
+    Prompt,
+    Put,
+    Refuse,
+    UpdateApplied,
+    Welcome,
+)
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread
 from slipstream.broker.transport.session import QueueInbox
-from slipstream.buffer.codec import decode, encode
-from slipstream.buffer.trajectory import SCHEMA_VERSION
+from slipstream.buffer.codec import decode, encode, unpack
+from slipstream.buffer.records import Insertion
+from slipstream.buffer.store import StoreOutage
+from slipstream.buffer.trajectory import SCHEMA_VERSION, AnswerCheck, Reward, Sampling, VersionSpan
 from tests.builders import make_packed
-from tests.fakes import FakePeer, RouterScene
+from tests.cases import cases
+from tests.fakes import FakeClock, FakePeer, RouterScene
+from tests.memory_store.store import MemoryStore
 
 NEWER = SCHEMA_VERSION + 1
 HELLO = Hello("generator", "g0", "1", "here", 1)
+NUM_GROUPS = 100
+READY = Pong(-1.0, "ready", 0)
+SETTINGS = {"cluster": {"untrusted_generators": {"names": ["alice", "mallory"], "audit_fraction": 1.0}}}
+LIE = "its reward is another"
 
 
 def as_plain(message: Message, **changes: Any) -> dict[str, Any]:
@@ -59,16 +92,14 @@ def test_a_second_learner_of_another_name_is_refused_and_its_orders_reach_nobody
     assert order in generator.receive()
 
 
-@pytest.mark.parametrize(
+@cases(
     "changes",
-    [
-        {"peer_id": "g\x1b[2J"},
-        {"peer_id": "g\n12:00:00 [info ] peer_joined"},
-        {"peer_id": "g\n"},
-        {"peer_id": ""},
-        {"incarnation": "1\r"},
-        {"host": "\u202ehere"},
-    ],
+    {"peer_id": "g\x1b[2J"},
+    {"peer_id": "g\n12:00:00 [info ] peer_joined"},
+    {"peer_id": "g\n"},
+    {"peer_id": ""},
+    {"incarnation": "1\r"},
+    {"host": "\u202ehere"},
 )
 def test_names_with_control_characters_are_refused_and_reach_no_log_raw(scene, changes):
     with capture_logs() as logs:
@@ -86,15 +117,13 @@ def test_an_older_and_a_newer_peer_are_refused_by_their_schema(scene, version):
     assert ("g0", f"refused: {refuse.reason}") in scene.events()
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"schema_version": NEWER, "mood": "good"}, f"schema version must be {SCHEMA_VERSION}, got {NEWER} from 'g0'"),
-        ({"schema_version": NEWER, "role": "critic"}, f"version must be {SCHEMA_VERSION}, got {NEWER} from 'g0'"),
-        ({"mood": "good"}, "unknown field `mood`"),
-        ({"peer_id": ["g", 0], "token": "of an older version"}, "a Hello must match this version"),
-        ({"schema_version": "three"}, "a Hello must match this version"),
-    ],
+@cases(
+    "changes, words",
+    ({"schema_version": NEWER, "mood": "good"}, f"schema version must be {SCHEMA_VERSION}, got {NEWER} from 'g0'"),
+    ({"schema_version": NEWER, "role": "critic"}, f"version must be {SCHEMA_VERSION}, got {NEWER} from 'g0'"),
+    ({"mood": "good"}, "unknown field `mood`"),
+    ({"peer_id": ["g", 0], "token": "of an older version"}, "a Hello must match this version"),
+    ({"schema_version": "three"}, "a Hello must match this version"),
 )
 def test_an_unreadable_hello_is_answered_and_none_of_it_is_stored(scene, changes, words):
     (refuse,) = greet(scene, as_plain(HELLO, **changes))
@@ -102,12 +131,6 @@ def test_an_unreadable_hello_is_answered_and_none_of_it_is_stored(scene, changes
     assert len(refuse.reason) < 400
     assert scene.store.counts().refused == {"malformed": 1}
     assert scene.store.quarantined_frames() == [("malformed", b"")]
-
-
-def test_a_hello_with_payloads_is_answered_too(scene):
-    peer = scene.join()
-    (refuse,) = peer.exchange(HELLO, b"surplus")
-    assert "Hello must have one frame" in refuse.reason
 
 
 def test_each_readable_trajectory_id_of_an_unreadable_put_gets_a_fatal_nack(scene):
@@ -126,6 +149,8 @@ def test_each_readable_trajectory_id_of_an_unreadable_put_gets_a_fatal_nack(scen
 
 def test_an_unreadable_put_without_ids_or_from_an_unknown_peer_gets_no_nack(scene):
     peer = scene.join()
+    (refuse,) = peer.exchange(HELLO, b"surplus")
+    assert "Hello must have one frame" in refuse.reason
     assert peer.exchange({"type": "Put", "headers": [{"name": "0-0-0"}]}) == []
     peer.exchange(Bye())
     assert not any(isinstance(answer, Nack) for answer in peer.exchange({"type": "Put", "headers": [{"id": "0-0-0"}]}))
@@ -157,20 +182,17 @@ def test_the_error_in_a_bye_is_shown_by_the_run(tmp_path):
     assert scene.store.roles()["g0"]["reason"] == "left: model.path must hold the same model"
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ({"type": "Refuse", "reason": "you are too old", "since": 3}, "you are too old"),
-        ({"type": "Refuse", "text": "no"}, "same version"),
-        ({"type": "Fanfare"}, "same version"),
-    ],
+@cases(
+    "answer, words",
+    ({"type": "Refuse", "reason": "you are too old", "since": 3}, "you are too old"),
+    ({"type": "Refuse", "text": "no"}, "same version"),
+    ({"type": "Fanfare"}, "same version"),
 )
 def test_an_undecodable_answer_of_the_broker_refuses_the_peer_with_a_reason(scene, answer, words):
     server = scene.hub.server_channel
     inbox = QueueInbox()
-    client = BrokerClient(
-        scene.hub.client(), hello=HELLO, status=lambda: Pong(-1.0, "starting", -1), on_message=inbox.put
-    )
+    starting = Pong(-1.0, "starting", -1)
+    client = BrokerClient(scene.hub.client(), hello=HELLO, status=lambda: starting, on_message=inbox.put)
     client.step(timeout_s=0)
     identity, _ = server.receive(timeout_s=0)
     server.send(identity, [encode(answer)])
@@ -180,3 +202,303 @@ def test_an_undecodable_answer_of_the_broker_refuses_the_peer_with_a_reason(scen
         inbox.get(timeout_s=20)
     thread.stop()
     assert client.refusal == str(caught.value)
+
+
+def make_ingest() -> tuple[Ingest, MemoryStore]:
+    store = MemoryStore()
+    store.open_run("run", config_json="{}", num_rows=8, seed=0)
+    store.set_phase("training")
+    store.lease(owner="g", max_groups=NUM_GROUPS, group_size=2, lease_s=60.0, admission_limit=NUM_GROUPS)
+    return Ingest(store, StoreOutage(report=lambda *_, **__: None, clock=FakeClock(0.0))), store
+
+
+def put(ingest: Ingest, sender: bytes, *, groups: range, index: int = 0) -> set[str]:
+    """Receive one Put of one answer to each group; returns their ids."""
+    packed = [make_packed(str(group), index, group_size=2) for group in groups]
+    assert ingest.add(sender, Put([header for header, _ in packed]), [payload for _, payload in packed]) == []
+    return {header.id for header, _ in packed}
+
+
+@pytest.mark.parametrize("num_groups", [1, 49, 50, 51, NUM_GROUPS])
+def test_what_is_acknowledged_is_stored_id_by_id_however_large_the_batch(num_groups: int):
+    ingest, store = make_ingest()
+    sent = put(ingest, b"g", groups=range(num_groups))
+    acknowledged = [each for _, answer in ingest.flush() if isinstance(answer, Ack) for each in answer.ids]
+    assert sorted(acknowledged) == sorted(sent)
+    assert {member.id for group in store._groups.values() for member in group.members.values()} == sent
+    assert store.counts().accepted == num_groups
+
+
+def test_every_sender_is_acknowledged_its_own():
+    ingest, _ = make_ingest()
+    sent = {sender: put(ingest, sender, groups=range(3), index=index) for index, sender in enumerate((b"a", b"b"))}
+    answers = {identity: set(answer.ids) for identity, answer in ingest.flush() if isinstance(answer, Ack)}
+    assert answers == sent
+
+
+def test_what_a_full_store_refuses_is_to_be_sent_again():
+    ingest, store = make_ingest()
+    refused = Insertion(outcome="refused", reason="store_full")
+    store.insert = lambda trajectories, *, guest="": [refused for _ in trajectories]
+    (trajectory_id,) = put(ingest, b"g", groups=range(1))
+    ((identity, nack),) = ingest.flush()
+    assert isinstance(nack, Nack)
+    assert (identity, nack.id, nack.is_fatal, nack.reason) == (b"g", trajectory_id, False, "store_full")
+    assert nack.retry_after_s > 0
+    assert nack.lease_id == "0-0"
+
+
+class GuestPeer(FakePeer):
+    """A generator with the key of a guest."""
+
+    def __init__(self, hosted: RouterScene, name: str, *, role: str = "generator", key: str = "") -> None:
+        client = hosted.hub.client
+        hosted.hub.client = lambda: client(guest=key or name)  # type: ignore[method-assign]
+        super().__init__(hosted, role, name)
+        hosted.hub.client = client  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def hosted(tmp_path: Path) -> RouterScene:
+    return RouterScene(tmp_path, settings=SETTINGS, staleness={"max_lag": 4})
+
+
+def own(hosted: RouterScene, name: str = "g0") -> FakePeer:
+    peer = FakePeer(hosted, "generator", name)
+    peer.exchange(READY)
+    return peer
+
+
+def join(hosted: RouterScene, name: str = "mallory") -> GuestPeer:
+    guest = GuestPeer(hosted, name)
+    guest.exchange(READY)
+    return guest
+
+
+def answer(prompt: Prompt, index: int, *, guest: str = "mallory", **overrides: object):
+    fields = {"prompt_uid": prompt.uid, "generator_id": guest, "attempt": prompt.lease.attempt}
+    fields |= {"sampling": Sampling(1.0, 1.0, -1, 16, seed=index), "data_source": "test"}
+    return make_packed(prompt.lease.group_id, index, **(fields | overrides))  # type: ignore[arg-type]
+
+
+def send_all(peer: FakePeer, *packed) -> list:
+    return peer.exchange(Put([header for header, _ in packed]), *(payload for _, payload in packed))
+
+
+def ordered(peer: FakePeer) -> list[Audit]:
+    return [message for message in peer.receive() if isinstance(message, Audit)]
+
+
+def give_answers(hosted: RouterScene, guest: FakePeer, name: str = "mallory") -> list[Prompt]:
+    """The guest answers two groups of two; returns their prompts."""
+    prompts = guest.lease().prompts
+    for prompt in prompts:
+        (ack,) = send_all(guest, *(answer(prompt, index, guest=name) for index in prompt.lease.indices))
+        assert isinstance(ack, Ack), ack
+    hosted.step()
+    return prompts
+
+
+def test_a_guest_gets_training_prompts_once_one_of_ones_own_can_check_it_and_no_evaluations(hosted: RouterScene):
+    guest = join(hosted)
+    assert guest.exchange(LeaseRequest(4)) == []
+    hosted.tick(1.0)
+    (empty,) = guest.receive()
+    assert empty.prompts == []
+    assert empty.reason == "guests: no trusted generator is ready to check answers"
+    hosted.store.open_evaluation("e", purpose="sampled", version=0, rows=[0, 1])
+    owned = own(hosted)
+    assert {prompt.lease.purpose for prompt in guest.lease().prompts} == {"train"}
+    assert "sampled" in {prompt.lease.purpose for prompt in owned.lease().prompts}
+
+
+def test_answers_of_a_guest_are_checked_by_ones_own_and_never_by_guests(hosted: RouterScene):
+    first, second, guest, other = own(hosted), own(hosted, "g1"), join(hosted), join(hosted, "alice")
+    (prompt, _) = give_answers(hosted, guest)
+    orders = [*ordered(first), *ordered(second)]
+    assert len(orders) == 4
+    assert orders[0].prompt == prompt
+    assert ordered(guest) == ordered(other) == []
+    other.exchange(Audited(AnswerCheck("0-0-0", lie=LIE)))
+    other.exchange(Audited(AnswerCheck("0-0-1", lie=LIE)))
+    assert hosted.store.quarantined_guests() == {}
+
+
+def test_a_liar_is_quarantined_with_its_groups_drained_and_may_not_come_back(hosted: RouterScene):
+    owned, guest, honest = own(hosted), join(hosted), join(hosted, "alice")
+    give_answers(hosted, guest)
+    hosted.store.commit_version(1)
+    owned.receive()
+    owned.exchange(Audited(AnswerCheck("0-0-0", lie=LIE)))
+    assert hosted.store.counts().ready == 2
+    owned.exchange(Audited(AnswerCheck("0-0-1", lie=LIE)))
+    assert hosted.store.counts().ready == 0
+    assert hosted.store.counts().reasons == {"quarantined: guest: mallory": 2}
+    sentence = f"2 of 2 checked answers are false, the last one: {LIE}"
+    assert hosted.store.quarantined_guests() == {"mallory": sentence}
+    drain = next(message for message in guest.receive() if isinstance(message, Drain))
+    assert drain.reason == f"quarantined: {sentence}"
+    role = hosted.store.roles()["mallory"]
+    assert (role["state"], role["reason"]) == ("gone", f"quarantined: {sentence}")
+    told = [f"quarantined, with the 2 groups it contributed to: {sentence}"]
+    told += [f"quarantined: {sentence}; 0 leases returned"]
+    assert [text for role, text in hosted.events() if role == "mallory"] == told
+    assert guest.exchange(LeaseRequest(4)) == [Bye()]
+    (refusal,) = GuestPeer(hosted, "mallory").receive()
+    assert isinstance(refusal, Refuse)
+    assert refusal.reason == f"guest 'mallory' is quarantined and may not join again: {sentence}"
+    assert len(honest.lease().prompts) == 2
+    assert hosted.store.audit().is_sound
+
+
+def test_a_check_counts_once_and_only_from_whoever_was_ordered(hosted: RouterScene):
+    first, second, guest = own(hosted), own(hosted, "g1"), join(hosted)
+    give_answers(hosted, guest)
+    lies = {peer: [unpack(order.payload).id for order in ordered(peer)] for peer in (first, second)}
+    own_lie, *others = lies[first]
+    for name in (*others, *others, *lies[second]):
+        (second if name in others else first).exchange(Audited(AnswerCheck(name, lie=LIE)))
+    first.exchange(Audited(AnswerCheck(own_lie, lie=LIE)))
+    first.exchange(Audited(AnswerCheck(own_lie, lie=LIE)))
+    assert hosted.store.quarantined_guests() == {}
+
+
+def test_checks_of_a_generator_that_leaves_or_says_nothing_go_to_another(hosted: RouterScene):
+    first, guest = own(hosted), join(hosted)
+    give_answers(hosted, guest)
+    assert len(ordered(first)) == 4
+    second = own(hosted, "g1")
+    first.exchange(Bye())
+    hosted.step()
+    assert len(ordered(second)) == 4
+    hosted.clock.now += 7.0
+    second.exchange(READY)
+    hosted.clock.now += 7.0
+    assert ordered(second) == []
+
+
+@pytest.mark.parametrize(("logprob", "is_lie"), [(-20.0, True), (-3.0, False)])
+def test_an_answer_that_repeats_an_improbable_one_is_a_lie(hosted: RouterScene, logprob: float, is_lie: bool):
+    owned, guest = own(hosted), join(hosted)
+    give_answers(hosted, guest)
+    for name in ("0-0-0", "0-0-1", "1-0-0", "1-0-1"):
+        owned.exchange(Audited(AnswerCheck(name, digest="a", logprob=logprob)))
+    found = hosted.store.quarantined_guests()
+    assert list(found) == ["mallory"] * is_lie
+    assert all(reason.endswith("1-0-1 repeats 1-0-0, which is no coincidence") for reason in found.values())
+
+
+def test_a_guest_whose_answers_wait_for_checks_gets_no_more_leases(tmp_path: Path):
+    settings = SETTINGS | {"generators": {"group_size": 32}, "learner": {"prompts_per_step": 2}}
+    hosted = RouterScene(tmp_path, settings=settings, staleness={"max_lag": 9})
+    own(hosted)
+    guest = join(hosted)
+    prompts = guest.lease(max_trajectories=64).prompts
+    for prompt in prompts:
+        send_all(guest, *(answer(prompt, index, group_size=32) for index in prompt.lease.indices))
+    guest.exchange(LeaseRequest(64))
+    hosted.tick(1.0)
+    assert guest.receive()[-1].reason == "guests: 64 of its answers wait for a check"
+
+
+FALSE = {
+    "another group": {"group": "5"},
+    "an attempt of before": {"attempt": 1},
+    "another's name": {"generator_id": "g0"},
+    "another row": {"prompt_uid": "test/9"},
+    "another source": {"data_source": "other"},
+    "another temperature": {"sampling": Sampling(0.5, 1.0, -1, 16, seed=0)},
+    "rewards of turns": {"reward": Reward(total=1.0, turns=[0.5, 0.5])},
+    "contexts": {"context_starts": [8]},
+}
+
+
+@pytest.mark.parametrize("name", FALSE)
+def test_what_a_lease_does_not_ask_for_is_refused(hosted: RouterScene, name: str):
+    own(hosted)
+    guest = join(hosted)
+    (prompt, *_) = guest.lease().prompts
+    fields = dict(FALSE[name])
+    if group := fields.pop("group", ""):
+        fields |= {"group_id": group}
+    header, payload = make_packed(group, 0, generator_id="mallory") if group else answer(prompt, 0, **fields)
+    answers = send_all(guest, (header, payload))
+    assert [type(each) for each in answers] == [Nack]
+    assert answers[0].is_fatal
+    assert hosted.store.counts().accepted == 0
+    assert sum(hosted.store.counts().refused.values()) == 1
+
+
+def test_a_guest_answers_its_own_leases_and_is_its_own_generator_and_nothing_else(hosted: RouterScene):
+    owned, guest = own(hosted), join(hosted)
+    (prompt, *_) = owned.lease().prompts
+    (nack,) = send_all(guest, answer(prompt, 0))
+    assert nack.reason.startswith("guest_lease: guest 'mallory' must answer its own leases")
+    for peer in (GuestPeer(hosted, "learner", role="learner", key="alice"), GuestPeer(hosted, "g7", key="alice")):
+        (refusal,) = peer.receive()
+        assert isinstance(refusal, Refuse)
+        assert refusal.reason.startswith("a guest must be a generator named 'alice', got")
+
+
+def test_a_guest_fetches_deltas_and_its_word_of_lenders_counts_for_nothing(hosted: RouterScene):
+    learner = FakePeer(hosted, "learner", "learner")
+    own(hosted)
+    guest = join(hosted)
+    members = learner.receive()[-1]
+    assert [each.transport for each in members.generators] == ["collective", "delta"]
+    accused = [LenderError("tcp://10.0.0.1:1", "altered", is_altered=True)]
+    guest.exchange(UpdateApplied(0, 1, Member("mallory", "1"), lender_errors=accused))
+    (relayed,) = [message for message in learner.receive() if isinstance(message, UpdateApplied)]
+    assert relayed.lender_errors == []
+
+
+def test_a_guest_that_another_broker_has_quarantined_ends_here_with_its_next_answer(hosted: RouterScene):
+    own(hosted)
+    guest = join(hosted)
+    (prompt, *_) = guest.lease().prompts
+    hosted.store.quarantine_guest("mallory", reason="lies")
+    answers = send_all(guest, answer(prompt, 0, version_spans=[VersionSpan(6, 0)]))
+    assert "guest_quarantined" in [each.reason for each in answers if isinstance(each, Nack)]
+    assert any(isinstance(each, Drain) for each in answers)
+    assert hosted.store.quarantined_guests() == {"mallory": "lies"}
+
+
+HONEST = AnswerCheck("0-0-0", num_tokens=100, logprob_diff=1.0, own_logprob_diff=0.01, surplus=2.0, variance=20.0)
+
+
+changed = partial(structs.replace, HONEST)
+
+
+LIE_ABOUT_A_REWARD = changed(lie="7-0-1 has a reward of 1, and 0 by one's own reward function")
+FEW_TOKENS = changed(num_tokens=4, logprob_diff=0.0, surplus=-1.0, variance=1.0)
+
+
+@cases(
+    "checks, reason",
+    ([], ""),
+    ([HONEST] * 64, ""),
+    # One lie may be a fault, and two convict.
+    ([LIE_ABOUT_A_REWARD, *[HONEST] * 9], ""),
+    (
+        [LIE_ABOUT_A_REWARD, *[HONEST] * 9, LIE_ABOUT_A_REWARD],
+        "2 of 11 checked answers are false, the last one: 7-0-1 has a reward of 1, and 0 by one's own reward",
+    ),
+    # Log probabilities beyond the bound convict once four answers were scored.
+    ([changed(logprob_diff=30.0)] * 3 + [AnswerCheck("0-0-1")] * 9, ""),
+    ([changed(logprob_diff=30.0)] * 4, "within 0.05 nats on average, got 0.3 over 400 tokens of 4 answers"),
+    # The policy's change since is allowed for by its effect on trusted answers.
+    ([changed(logprob_diff=10.0, own_logprob_diff=0.0)] * 4, "nats"),
+    ([changed(logprob_diff=10.0, own_logprob_diff=0.04)] * 4, ""),
+    # Answers that the policy would not sample.
+    ([changed(surplus=30.0)] * 4, "the likeliest token 30% more often"),
+    ([changed(surplus=-30.0)] * 4, "the likeliest token 30% less often"),
+    # Chance is allowed for where few tokens were scored.
+    ([FEW_TOKENS] * 4, ""),
+    ([FEW_TOKENS] * 64, "the likeliest token"),
+    ([changed(logprob_diff=float("nan"))] * 4, "nats"),
+    ([changed(surplus=float("nan"))] * 4, "the likeliest token"),
+)
+def test_the_checks_convict_a_dishonest_guest_and_no_honest_one(checks: list[AnswerCheck], reason: str):
+    found = convict(checks)
+    assert bool(found) == bool(reason)
+    assert reason in found

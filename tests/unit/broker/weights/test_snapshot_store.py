@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import Update
 from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights import host_weights, snapshots
 from slipstream.broker.weights.host_weights import HostWeights
@@ -41,10 +40,8 @@ def update_to(weights: HostWeights, store: SnapshotStore, version: int, *, with_
 
 def files(store: SnapshotStore) -> dict[int, list[str]]:
     """Kinds of files by version."""
-    return {
-        version: sorted({file.name.split("-")[0] for file in (store.folder / snapshots.folder_name(version)).iterdir()})
-        for version in snapshots.versions(store.folder)
-    }
+    folders = {version: store.folder / snapshots.folder_name(version) for version in snapshots.versions(store.folder)}
+    return {version: sorted({file.name.split("-")[0] for file in each.iterdir()}) for version, each in folders.items()}
 
 
 def held(store: SnapshotStore) -> HostWeights:
@@ -102,9 +99,8 @@ def test_only_files_of_a_held_version_can_be_opened(store: SnapshotStore) -> Non
         with pytest.raises(WeightTransferError, match="must match"):
             store.read(1, name)
     fill(store, range(2, 5))
-    with pytest.raises(
-        WeightTransferError, match=r"bucket-0000\.bin of version-00000001 must be in the snapshot store"
-    ):
+    words = r"bucket-0000\.bin of version-00000001 must be in the snapshot store"
+    with pytest.raises(WeightTransferError, match=words):
         store.read(1, "bucket-0000.bin")
 
 
@@ -168,18 +164,14 @@ def test_a_bucket_that_changed_entirely_is_read_whole_beside_deltas(store: Snaps
     weights = HostWeights()
     fill(store, [1])
     before = update_to(weights, store, 1)
-    update, packed = make_half_changed(2)
+    update, packed = make_version(2, moved=200)
+    changed = torch.Generator().manual_seed(1)
+    packed[0] = torch.randint(0, 256, packed[0].shape, dtype=torch.uint8, generator=changed)
+    update = make_update(2, update.slots, packed)
     store.put(update, packed, with_delta=True)
     weights.update_to(store, Manifest.of(update), with_deltas=True, timeout_s=1.0)
     assert all(torch.equal(got, expected) for got, expected in zip(weights.tensors, packed, strict=True))
     assert NUM_BYTES / 3 < weights.num_bytes - before < NUM_BYTES / 2
-
-
-def make_half_changed(version: int) -> tuple[Update, list[Tensor]]:
-    """A version with a random first bucket and few changes in the others."""
-    update, packed = make_version(version, moved=100 * version)
-    packed[0] = torch.randint(0, 256, packed[0].shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    return make_update(version, update.slots, packed), packed
 
 
 def test_a_damaged_snapshot_is_refused_and_no_version_is_held(store: SnapshotStore) -> None:
@@ -207,7 +199,7 @@ def read_all(path: Path) -> list[Tensor]:
     return mapped
 
 
-def test_a_snapshot_is_read_back_bit_for_bit_into_memory_of_its_own(tmp_path: Path) -> None:
+def test_a_snapshot_is_read_back_bit_for_bit_into_memory_of_its_own_and_may_have_empty_buckets(tmp_path: Path) -> None:
     manifest, packed = write_version(path := tmp_path / snapshots.folder_name(12))
     files = [*(f"bucket-000{index}.bin" for index in range(3)), "manifest.json"]
     assert sorted(file.name for file in path.iterdir()) == files
@@ -216,9 +208,6 @@ def test_a_snapshot_is_read_back_bit_for_bit_into_memory_of_its_own(tmp_path: Pa
     read_all(path)[0].zero_()
     assert all(torch.equal(got, expected) for got, expected in zip(read_all(path), packed, strict=True))
     assert [name for name, _ in flat.unpack(read_all(path), manifest.slots)] == [slot.name for slot in make_slots()[0]]
-
-
-def test_empty_buckets_are_supported(tmp_path: Path) -> None:
     empty = [torch.zeros(0, dtype=torch.uint8)]
     sums = flat.checksums(empty)
     snapshots.write(tmp_path / "version-00000001", Manifest(1, flat.combine(sums), [], [0], sums), empty)
@@ -232,17 +221,22 @@ def test_only_complete_versions_are_listed(tmp_path: Path) -> None:
     assert snapshots.versions(tmp_path) == [2, 12]
 
 
-@pytest.mark.parametrize("index", [0, 12345, -1])
-def test_a_changed_byte_is_refused(tmp_path: Path, index: int) -> None:
-    write_version(path := tmp_path / "version-00000012")
-    content = bytearray((path / "bucket-0001.bin").read_bytes())
-    content[index] ^= 1
-    (path / "bucket-0001.bin").write_bytes(content)
-    with pytest.raises(WeightTransferError, match=r"bucket 1 of 3 must have checksum .* nothing was loaded"):
-        read_all(path)
+def test_a_changed_byte_and_a_file_of_another_size_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "version-00000012"
+    for index in (0, 12345, -1):
+        write_version(path)
+        content = bytearray((path / "bucket-0001.bin").read_bytes())
+        content[index] ^= 1
+        (path / "bucket-0001.bin").write_bytes(content)
+        with pytest.raises(WeightTransferError, match=r"bucket 1 of 3 must have checksum .* nothing was loaded"):
+            read_all(path)
+    for size in (0, 100, 40_000):
+        (path / "bucket-0000.bin").write_bytes(bytes(size))
+        with pytest.raises(WeightTransferError, match=rf"bucket-0000\.bin must have 32768 bytes, got {size}"):
+            read_all(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_and_an_inconsistent_or_undecodable_manifest_are_refused(tmp_path: Path) -> None:
     write_version(path := tmp_path / "version-00000012")
     (path / "bucket-0002.bin").unlink()
     with pytest.raises(WeightTransferError, match=r"must have its file .*bucket-0002\.bin"):
@@ -250,51 +244,24 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     (path / "manifest.json").unlink()
     with pytest.raises(WeightTransferError, match=r"must be at .* with its manifest\.json"):
         read_all(path)
-
-
-@pytest.mark.parametrize("size", [0, 100, 40_000])
-def test_a_file_of_another_size_is_refused(tmp_path: Path, size: int) -> None:
-    write_version(path := tmp_path / "version-00000012")
-    (path / "bucket-0000.bin").write_bytes(bytes(size))
-    with pytest.raises(WeightTransferError, match=rf"bucket-0000\.bin must have 32768 bytes, got {size}"):
-        read_all(path)
-
-
-def test_an_inconsistent_manifest_is_refused(tmp_path: Path) -> None:
     manifest, _ = write_version(tmp_path / "version-00000012")
-    for inconsistent in (
-        msgspec.structs.replace(manifest, checksum="0" * 16),
-        msgspec.structs.replace(manifest, checksums=[*manifest.checksums[:-1], 7]),
-        msgspec.structs.replace(manifest, bucket_bytes=[1]),
-    ):
+    for change in ({"checksum": "0" * 16}, {"checksums": [*manifest.checksums[:-1], 7]}, {"bucket_bytes": [1]}):
         with pytest.raises(WeightTransferError, match="it is damaged"):
-            snapshots.parse_manifest(msgspec.json.encode(inconsistent))
+            snapshots.parse_manifest(msgspec.json.encode(msgspec.structs.replace(manifest, **change)))
+    for content in (b"", b"{", b"[]", b'{"version": "twelve"}'):
+        with pytest.raises(WeightTransferError, match="must be readable"):
+            snapshots.parse_manifest(content)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": "twelve"}'])
-def test_an_undecodable_manifest_is_refused(content: bytes) -> None:
-    with pytest.raises(WeightTransferError, match="must be readable"):
-        snapshots.parse_manifest(content)
-
-
-def test_a_full_disk_raises_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_full_disk_or_folder_that_cannot_be_created_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before, _ = write_version(path := tmp_path / "version-00000012")
     update, packed = make_version(13)
-    with (
-        no_file_above(1000),
-        pytest.raises(
-            WeightTransferError,
-            match=r"version 13 \(0 MiB\) must fit into .* free\), which holds .*, got .*: free some space",
-        ),
-    ):
+    words = r"version 13 \(0 MiB\) must fit into .* free\), which holds .*, got .*: free some space"
+    with no_file_above(1000), pytest.raises(WeightTransferError, match=words):
         snapshots.write(tmp_path / "version-00000013", Manifest.of(update), packed)
     assert [file.name for file in tmp_path.iterdir()] == ["version-00000012"]
     assert snapshots.parse_manifest((path / snapshots.MANIFEST).read_bytes()) == before
-
-
-def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    update, packed = make_version(13)
     with pytest.raises(WeightTransferError, match=r"must fit into .*file"):
         snapshots.write(tmp_path / "file" / "version-00000013", Manifest.of(update), packed)
 

@@ -2,13 +2,25 @@
 
 import contextlib
 import copy
+import re
 import time
+from importlib import resources
+from pathlib import Path
 
+import psutil
 import pytest
 import redis
 from redis.connection import Encoder, PythonRespSerializer
 
+import slipstream.buffer.redis
 from slipstream.buffer.redis.connection import CommandPacker, RetryPolicy, is_transient
+from slipstream.buffer.redis.scripts import load_script
+from slipstream.buffer.redis.supervisor import Fsyncer
+from tests.cases import cases
+
+FOLDER = resources.files("slipstream.buffer.redis.scripts")
+SOURCES = {Path(file.name).stem: file.read_text() for file in FOLDER.iterdir() if file.name.endswith(".lua")}
+PRELUDE = SOURCES.pop("prelude")
 
 
 class Server:
@@ -43,7 +55,7 @@ def test_retrying_ends_with_the_last_error_and_without_a_timeout_at_once(error, 
         make(timeout_s).call_with_retry(Server(*[error] * failures, "PONG"), lambda error: None)
 
 
-def test_the_reason_names_the_wait_while_it_lasts():
+def test_the_reason_names_the_wait_and_connecting_within_a_command_does_not_wait_on_its_own():
     policy = make()
     seen: list[str] = []
 
@@ -55,10 +67,6 @@ def test_the_reason_names_the_wait_while_it_lasts():
     policy.call_with_retry(ask, lambda error: None)
     assert seen == ["", "waiting for the store at unix:///x for 0 s of 5 s"]
     assert policy.reason == ""
-
-
-def test_connecting_within_a_command_does_not_wait_on_its_own():
-    policy = make()
     connection = Server(redis.ConnectionError("refused"), "connected")
     attempts: list[str] = []
 
@@ -71,18 +79,16 @@ def test_connecting_within_a_command_does_not_wait_on_its_own():
     assert copy.deepcopy(policy) is policy, "connections share it"
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (redis.ConnectionError("gone"), True),
-        (redis.BusyLoadingError("loading"), True),
-        (redis.AuthenticationError("wrong password"), False),
-        (redis.ResponseError("Error running script: -MISCONF Errors writing to the AOF file: No space left"), True),
-        (redis.ResponseError("Error running script: -OOM command not allowed when used memory > 'maxmemory'"), True),
-        (redis.ReadOnlyError("You can't write against a read only replica."), True),
-        (redis.ResponseError("NORUN"), False),
-        (ValueError("a bug"), False),
-    ],
+@cases(
+    "error, expected",
+    (redis.ConnectionError("gone"), True),
+    (redis.BusyLoadingError("loading"), True),
+    (redis.AuthenticationError("wrong password"), False),
+    (redis.ResponseError("Error running script: -MISCONF Errors writing to the AOF file: No space left"), True),
+    (redis.ResponseError("Error running script: -OOM command not allowed when used memory > 'maxmemory'"), True),
+    (redis.ReadOnlyError("You can't write against a read only replica."), True),
+    (redis.ResponseError("NORUN"), False),
+    (ValueError("a bug"), False),
 )
 def test_only_transient_errors_are_retried(error, expected):
     assert is_transient(error) is expected
@@ -121,13 +127,11 @@ def test_a_full_disk_does_not_count_and_is_named():
         policy.call_with_retry(ask, lambda error: None)
 
 
-@pytest.mark.parametrize(
+@cases(
     "command",
-    [
-        ("PING",),
-        ("SCRIPT LOAD", "return 1"),
-        ("EVALSHA", "0" * 40, 1, "{run}:", "", 1.5, -3, 1e300, "ü", b"\r\n$", b"x" * 100_000, b""),
-    ],
+    ("PING",),
+    ("SCRIPT LOAD", "return 1"),
+    ("EVALSHA", "0" * 40, 1, "{run}:", "", 1.5, -3, 1e300, "ü", b"\r\n$", b"x" * 100_000, b""),
 )
 def test_one_piece_is_the_same_as_many(command: tuple) -> None:
     many = PythonRespSerializer(6000, Encoder("utf-8", "strict", False).encode).pack(*command)
@@ -138,3 +142,60 @@ def test_one_piece_is_the_same_as_many(command: tuple) -> None:
 def test_unsupported_arguments_are_refused(argument: object) -> None:
     with pytest.raises(TypeError, match="bytes, text and numbers"):
         CommandPacker().pack("SET", "key", argument)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_a_script_documents_keys_arguments_result_and_why_it_is_atomic(name):
+    header = SOURCES[name][: SOURCES[name].index("\nif " if name != "open_run" else "\nallow_when_full()")]
+    assert all(line.startswith("-- ") for line in header.splitlines())
+    for label in ("Keys: ", "Arguments: ", "Returns: ", "Atomic because "):
+        assert f"\n-- {label}" in header, label
+
+
+def test_the_store_runs_every_script_and_every_key_is_documented_in_the_prelude():
+    modules = Path(slipstream.buffer.redis.__path__[0]).glob("*.py")
+    calls = re.compile(r"_run(?:_as_chief)?\(\s*\"(\w+)\"")
+    assert {name for module in modules for name in calls.findall(module.read_text())} == set(SOURCES)
+    documented = set(re.findall(r"[a-z_]+", PRELUDE[: PRELUDE.index("local prefix")]))
+    used = {name for text in [PRELUDE, *SOURCES.values()] for name in re.findall(r"key\('([a-z_]+)", text)}
+    assert used <= documented
+
+
+def test_a_script_is_loaded_behind_the_prelude_without_comments_and_line_by_line():
+    written, loaded = (PRELUDE + SOURCES["claim"]).splitlines(), load_script("claim").splitlines()
+    assert len(loaded) == len(written)
+    assert all(line in (text, "") for line, text in zip(loaded, written, strict=True))
+    program = [text for text in written if text and not text.lstrip().startswith("--")]
+    assert [line for line in loaded if line] == program
+
+
+def held(folder) -> set[str]:
+    return {file.path for file in psutil.Process().open_files() if file.path.startswith(str(folder))}
+
+
+def test_the_fsyncer_holds_all_parts_of_a_log_closes_replaced_ones_and_stops_soon(tmp_path):
+    log, new = tmp_path / "appendonly.aof", tmp_path / "temp"
+    fsyncer = Fsyncer(tmp_path)
+    fsyncer.sync()
+    assert held(tmp_path) == set(), "nothing to sync is no error"
+    log.write_bytes(b"old")
+    fsyncer.sync()
+    inode = log.stat().st_ino
+    new.write_bytes(b"new")
+    new.rename(log)
+    fsyncer.sync()
+    assert log.stat().st_ino != inode
+    assert held(tmp_path) == {str(log)}
+    folder = tmp_path / "parts"
+    parts = [folder / "appendonlydir" / f"appendonly.aof.{name}" for name in ("1.base.rdb", "1.incr.aof", "manifest")]
+    parts[0].parent.mkdir(parents=True)
+    for part in parts:
+        part.write_bytes(b"x")
+    fsyncer = Fsyncer(folder)
+    fsyncer.sync()
+    assert held(folder) == set(map(str, parts))
+    Fsyncer(tmp_path).stop()
+    fsyncer = Fsyncer(tmp_path)
+    fsyncer.start()
+    fsyncer.stop(timeout_s=5)
+    assert fsyncer.take_warnings() == []

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,22 +13,16 @@ import pytest
 import yaml
 
 from slipstream.cli import main
-from slipstream.cluster.kubernetes import (
-    ANY_INTERFACE,
-    Kind,
-    Manifest,
-    Options,
-    dump,
-    manifests,
-    merged,
-    read_patches,
-    secret,
-)
+from slipstream.cluster import kubernetes
+from slipstream.cluster.kubernetes import ANY_INTERFACE, Manifest, Options, dump, manifests, read_patches, secret
 from slipstream.cluster.recipe import Recipe, read_recipe
+from slipstream.cluster.slurm import sbatch_script
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.generators.__main__ import ignored_settings, split_id
 from slipstream.runtime.credentials import TOKEN_VARIABLE
+from tests.cases import cases
+from tests.runs import exit_code
 from tests.unit.slipstream.cluster import kubernetes_fields as fields
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -45,16 +41,14 @@ SPREAD = (
     "cluster.generator={cpus: 4, labels: {accelerator: H100}}",
     "generators.reward.function=my_reward.py:score",
 )
-
-
-def recipe_of(kind: Kind, *overrides: str) -> Recipe:
-    return read_recipe(list(overrides), kind="ray" if kind == "rayjob" else "local", interface=ANY_INTERFACE)
-
-
 OPTIONS = Options("registry/slipstream:gpu", claim="shared", ray_version="2.60.0")
 
 
-def written(kind: Kind, *overrides: str, options: Options = OPTIONS, patches: Sequence[Manifest] = ()) -> Manifest:
+def recipe_of(kind: str, *overrides: str) -> Recipe:
+    return read_recipe(list(overrides), kind="ray" if kind == "rayjob" else "local", interface=ANY_INTERFACE)
+
+
+def written(kind: str, *overrides: str, options: Options = OPTIONS, patches: Sequence[Manifest] = ()) -> Manifest:
     """The first manifest as Kubernetes reads it."""
     return yaml.safe_load(dump(manifests(recipe_of(kind, *overrides), kind, options, patches=patches)[0]))
 
@@ -97,11 +91,13 @@ def with_resources(node: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["jobset", "rayjob"])
-@pytest.mark.parametrize(
-    ("overrides", "num_containers"),
-    [(["generators.count=1"], 4), (["model.path=m", "data.train=t", "data.eval=e"], 4), (SPREAD, 5)],
+@cases(
+    "overrides, num_containers",
+    (["generators.count=1"], 4),
+    (["model.path=m", "data.train=t", "data.eval=e"], 4),
+    (SPREAD, 5),
 )
-def test_a_namespace_with_a_quota_admits_every_container(kind: Kind, overrides, num_containers) -> None:
+def test_a_namespace_with_a_quota_admits_every_container(kind: str, overrides, num_containers) -> None:
     recipe = recipe_of(kind, *overrides)
     documents = [yaml.safe_load(dump(each)) for each in manifests(recipe, kind, OPTIONS)]
     containers = with_resources(documents)
@@ -232,15 +228,9 @@ def test_memory_follows_the_settings_and_grows_with_gpus_without_them(make):
 
 @pytest.mark.parametrize("make", [jobset, rayjob])
 def test_options_reach_every_pod_and_secrets_only_the_roles_that_need_them(make):
-    options = OPTIONS._replace(
-        namespace="research",
-        secrets=["store", "aws"],
-        generator_secrets=["hub"],
-        pull_secrets=["registry"],
-        service_account="trainer",
-        node_selector={"pool": "gpu"},
-        tolerations=["team=rl:NoSchedule", "spot"],
-    )
+    secrets = {"secrets": ["store", "aws"], "generator_secrets": ["hub"], "pull_secrets": ["registry"]}
+    places = {"node_selector": {"pool": "gpu"}, "tolerations": ["team=rl:NoSchedule", "spot"]}
+    options = OPTIONS._replace(namespace="research", service_account="trainer", **secrets, **places)
     document = make(*SPREAD, options=options)
     assert document.metadata.namespace == "research"
     secrets = {"submitter": [], "generators": ["hub"]}
@@ -248,32 +238,25 @@ def test_options_reach_every_pod_and_secrets_only_the_roles_that_need_them(make)
         spec = pod.spec
         assert ([each.name for each in spec.image_pull_secrets], spec.service_account_name) == (["registry"], "trainer")
         assert spec.node_selector["pool"] == "gpu"
-        assert spec.tolerations[:2] == [
-            fields.Toleration("team", "Equal", "rl", "NoSchedule"),
-            fields.Toleration("spot", "Exists"),
-        ]
+        own = [fields.Toleration("team", "Equal", "rl", "NoSchedule"), fields.Toleration("spot", "Exists")]
+        assert spec.tolerations[:2] == own
         for container in containers_of(pod):
             given = [each.secret_ref.name for each in container.env_from]
             assert given == secrets.get(name, ["store", "aws"])
 
 
 @pytest.mark.parametrize(("kind", "container"), [("jobset", "broker"), ("rayjob", "ray-head")])
-def test_the_exporter_listens_behind_a_service(kind: Kind, container: str):
+def test_the_exporter_listens_behind_a_service(kind: str, container: str):
     recipe = recipe_of(kind, "name=mine", "metrics.prometheus_port=9400")
     job, service = manifests(recipe, kind, OPTIONS)
-    assert (
-        load([each for each in recipe.settings if each.startswith(("metrics.", "cluster."))]).metrics_host == "0.0.0.0"
-    )
+    exposed = [each for each in recipe.settings if each.startswith(("metrics.", "cluster."))]
+    assert load(exposed).metrics_host == "0.0.0.0"
     (port,) = service["spec"]["ports"]
     pods = pods_of(msgspec.convert(job, fields.JobSet if kind == "jobset" else fields.RayJob))
-    served = [
-        each.name
-        for pod in pods.values()
-        if service["spec"]["selector"].items() <= pod.metadata.labels.items()
-        for each in containers_of(pod)
-        if {own.name: own.container_port for own in each.ports}.get(port["targetPort"]) == port["port"] == 9400
-    ]
-    assert served == [container]
+    chosen = [pod for pod in pods.values() if service["spec"]["selector"].items() <= pod.metadata.labels.items()]
+    found = [(each.name, own) for pod in chosen for each in containers_of(pod) for own in each.ports]
+    served = [name for name, own in found if (own.name, own.container_port) == (port["targetPort"], 9400)]
+    assert (port["port"], served) == (9400, [container])
 
 
 def test_a_patch_changes_what_no_option_does(tmp_path):
@@ -306,31 +289,24 @@ spec:
         "spec"]["template"]["spec"]["containers"]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("document", "patch", "expected"),
-    [
-        ({"a": {"b": 1, "c": 2}}, {"a": {"b": None, "d": 3}}, {"a": {"c": 2, "d": 3}}),
-        (
-            [{"name": "x", "v": 1}],
-            [{"name": "y"}, {"name": "x", "w": 2}],
-            [{"name": "x", "v": 1, "w": 2}, {"name": "y"}],
-        ),
-        ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
-        ({}, {"a": {"b": None, "c": 1}}, {"a": {"c": 1}}),
-    ],
+@cases(
+    "document, patch, expected",
+    ({"a": {"b": 1, "c": 2}}, {"a": {"b": None, "d": 3}}, {"a": {"c": 2, "d": 3}}),
+    ([{"name": "x", "v": 1}], [{"name": "y"}, {"name": "x"}], [{"name": "x", "v": 1}, {"name": "y"}]),
+    ([{"name": "x", "v": 1}], [{"name": "x", "w": 2}], [{"name": "x", "v": 1, "w": 2}]),
+    ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
+    ({}, {"a": {"b": None, "c": 1}}, {"a": {"c": 1}}),
 )
 def test_merging_follows_the_names_of_items(document: Any, patch: Any, expected: Any):
-    assert merged(document, patch) == expected
+    assert kubernetes.merged(document, patch) == expected
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        ("[1, 2", "--patch must be a readable YAML file"),
-        ("- 1", "--patch must hold mappings"),
-        ("kind: Deployment", r"a document of --patch must have the kind JobSet \| Pod, got Deployment"),
-        (None, "--patch must be a readable YAML file"),
-    ],
+@cases(
+    "content, sentence",
+    ("[1, 2", "--patch must be a readable YAML file"),
+    ("- 1", "--patch must hold mappings"),
+    ("kind: Deployment", r"a document of --patch must have the kind JobSet \| Pod, got Deployment"),
+    (None, "--patch must be a readable YAML file"),
 )
 def test_an_unfit_patch_is_refused(content: str | None, sentence: str, tmp_path: Path):
     file = tmp_path / "patch.yaml"
@@ -340,14 +316,12 @@ def test_an_unfit_patch_is_refused(content: str | None, sentence: str, tmp_path:
         written("jobset", "name=mine", patches=read_patches(file))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["name=1st"], "name must begin with a letter and have <= 40 characters, got '1st'"),
-        ([f"name={'n' * 41}"], "name must begin with a letter and have <= 40 characters"),
-        (["experiment=digits_serial", "name=mine"], "cluster.kind must be local with mode=serial"),
-        (["cluster.learner.memory_gib=5", "name=mine"], "cluster.learner.memory_gib must be > 5, got 5"),
-    ],
+@cases(
+    "overrides, sentence",
+    (["name=1st"], "name must begin with a letter and have <= 40 characters, got '1st'"),
+    ([f"name={'n' * 41}"], "name must begin with a letter and have <= 40 characters"),
+    (["experiment=digits_serial", "name=mine"], "cluster.kind must be local with mode=serial"),
+    (["cluster.learner.memory_gib=5", "name=mine"], "cluster.learner.memory_gib must be > 5, got 5"),
 )
 def test_a_run_that_cannot_be_placed_is_refused(overrides: list[str], sentence: str):
     with pytest.raises(ConfigError, match=sentence):
@@ -369,9 +343,7 @@ def test_kubectl_gets_the_secret_once_and_no_token_is_in_a_command_line(tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     call = ["launch", "kubernetes", "--image=slipstream:cpu", "--kind=jobset", "name=mine"]
-    with pytest.raises(SystemExit) as caught:
-        main(call)
-    assert caught.value.code == 2
+    assert exit_code(*call) == 2
     assert "error: kubectl must be installed to start the run, got none: run this where" in capsys.readouterr().err
     main([*call, "--print"])
     printed = capsys.readouterr()
@@ -391,3 +363,88 @@ def test_kubectl_gets_the_secret_once_and_no_token_is_in_a_command_line(tmp_path
     token = documents[0]["stringData"]["token"]
     assert len(token) >= 32
     assert token not in (tmp_path / "calls").read_text() + str(documents[1:]) + "".join(capsys.readouterr())
+
+
+JOB = (
+    "name=mine",
+    "learner.num_ranks=16",
+    "learner.device=cuda",
+    "cluster.learner={machines: 2, cpus: 32}",
+    "cluster.interface=10.0.0.0/8",
+    "cluster.trusted_network=true",
+    "generators.count=4",
+    "cluster.generator={cpus: 7.5, labels: {kind: h100}}",
+)
+
+
+def script(*overrides: str, **more: object) -> str:
+    return sbatch_script(read_recipe(list(overrides), kind="local"), python="/opt/a b/python", **more)  # type: ignore[arg-type]
+
+
+def variable(text: str, name: str) -> list[str]:
+    (value,) = re.findall(rf"^{name}=(.*)$", text, re.MULTILINE)
+    return shlex.split(value.removeprefix("(").removesuffix(")"))
+
+
+def test_a_job_asks_for_nodes_and_tasks_each_with_own_options_and_its_roles_get_the_settings_of_the_run():
+    text = script(*JOB, options=["--partition=gpu"])
+    for checker in (["bash", "-n"], ["shellcheck", "--shell=bash", "-"]):
+        if shutil.which(checker[0]):
+            assert subprocess.run(checker, input=text, text=True, check=False).returncode == 0
+    options = re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
+    at = options.index("hetjob")
+    core, generators = options[:at], options[at + 1 :]
+    nodes = ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=32", "--gpus-per-node=8"]
+    tasks = ["--ntasks=4", "--cpus-per-task=8", "--gpus-per-task=1", "--constraint=h100"]
+    assert core[-6:] == [*nodes, "--partition=gpu"]
+    assert {"--job-name=mine", "--requeue", "--open-mode=append", "--signal=B:USR1@180"} <= set(core)
+    assert generators == [*tasks, "--partition=gpu"]
+    assert variable(text, "core") == ["--het-group=0", *nodes]
+    assert variable(text, "generators") == ["--het-group=1", *tasks]
+    assert variable(text, "python") == ["/opt/a b/python"]
+    assert (variable(text, "meet_from"), variable(text, "meet_ports")) == (["20500"], ["500"])
+    sizes = ("cluster.learner.memory_gib=512", "cluster.generator.memory_gib=60")
+    text = script(*JOB, *sizes, core_options=["--partition=h200"], generator_options=["--partition=l40s"])
+    options = re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
+    at = options.index("hetjob")
+    core, generators = options[:at], options[at + 1 :]
+    assert {"--partition=h200", "--mem=524288M"} <= set(core)
+    assert {"--partition=l40s", "--mem-per-cpu=7680M"} <= set(generators)
+    assert "--mem=524288M" in variable(text, "core")
+    assert "--partition=l40s" not in core
+    text = script(*JOB, "data.train='it is $HOME \"here\".jsonl'", "model.path=models/mine")
+    run = load(variable(text, "settings"))
+    assert (run.name, run.resume, run.cluster.kind) == ("mine", "auto", "local")
+    assert run.data.train == 'it is $HOME "here".jsonl'
+    assert variable(text, "own") == ["model.path=models/mine", "name=mine"]
+    assert "resume=true" in variable(script(*JOB, "resume=true"), "settings")
+
+
+@cases(
+    "overrides, sentence",
+    ([], r"^cluster\.interface must name the network that the machines share"),
+    ([*JOB, "learner.num_ranks=15"], r"^cluster\.learner\.machines must divide learner\.num_ranks \(15\), got"),
+    ([*JOB, "cluster.trusted_network=false"], r"^cluster\.trusted_network must be true with cluster\.learner"),
+)
+def test_a_job_whose_roles_could_not_meet_is_refused(overrides: list[str], sentence: str):
+    with pytest.raises(ConfigError, match=sentence):
+        script(*overrides)
+
+
+def test_without_print_the_script_is_submitted_from_its_input(tmp_path, monkeypatch, capsys):
+    call = ["launch", "slurm", *JOB]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert exit_code(*call) == 2
+    assert "error: sbatch must be installed to start the run, got none: run this where" in capsys.readouterr().err
+    main([*call, "--print"])
+    printed = capsys.readouterr().out
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "sbatch").write_text("#!/bin/bash\ncat >submitted\necho Submitted batch job 7\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    main(call)
+    assert capsys.readouterr().out == "Submitted batch job 7\n"
+    assert (tmp_path / "submitted").read_text() == printed
+    (tmp_path / "sbatch").write_text("#!/bin/bash\necho 'no such partition' >&2\nexit 3\n")
+    assert exit_code(*call) == 1
+    assert "no such partition" in capsys.readouterr().err

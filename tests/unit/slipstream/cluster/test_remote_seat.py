@@ -1,14 +1,20 @@
 """A seat elsewhere is placed, started, watched and given up by what its cluster answers; the clock is passed in."""
 
+import threading
 from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slipstream.cluster.remote_seat import UNWATCHED_S, RemoteSeat, SeatAwayError, SeatLostError
 from slipstream.cluster.role_process import RoleDiedError, RoleProcess
+from slipstream.cluster.seat import SpreadSeat
+from slipstream.configs.base import ConfigError
 from slipstream.configs.cluster import SeatConfig
+from tests.cases import cases
 
 LOST, REFUSED = -9, 2
 NEEDS = SeatConfig(cpus=4, labels={"accelerator": "H100"})
@@ -188,3 +194,120 @@ def test_a_stop_takes_back_a_request_and_kills_a_role_that_does_not_end_in_time(
     assert scene.seat.poll() == LOST
     assert [each[0] for each in scene.cluster.asked[-4:-2]] == ["kill", "close"]
     assert scene.cluster.asked[-2:] == ["end", "release"]
+
+
+class FakeSeat:
+    """A seat with a scripted end."""
+
+    def __init__(self, number: int) -> None:
+        self.pid = 70 + number
+        self.place = f"pid {self.pid}"
+        self.code: int | None = None
+        self.asked: list[str] = []
+        self.variables: dict[str, str] = {}
+
+    def start(self, arguments: Sequence[str], *, variables: Mapping[str, str]) -> None:
+        self.code = None
+        self.asked.append(" ".join(arguments))
+        self.variables = dict(variables)
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def terminate(self) -> None:
+        self.asked.append("terminate")
+
+    def stop(self, *, ends_at: float) -> None:
+        self.asked.append("stop")
+
+
+class SpreadScene:
+    """A seat of three parts."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.ports = iter(("20999", "20998"))
+        self.parts = [FakeSeat(number) for number in range(3)]
+        self.seat = SpreadSeat(self.parts, meet=self.meet, clock=lambda: self.now)
+
+    def meet(self) -> dict[str, str]:
+        return {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": next(self.ports)}
+
+    def end(self, *codes: int | None) -> None:
+        for part, code in zip(self.parts, codes, strict=True):
+            part.code = code
+
+
+@pytest.fixture
+def spread() -> SpreadScene:
+    made = SpreadScene()
+    made.seat.start(["learner"], variables={"A": "b"})
+    return made
+
+
+def test_each_part_has_its_number_and_all_meet_on_the_first_and_hear_of_the_end(spread: SpreadScene):
+    common = {"A": "b", "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "20999"}
+    assert [part.variables for part in spread.parts] == [common | {"NODE_RANK": str(number)} for number in range(3)]
+    assert (spread.seat.pid, spread.seat.place) == (70, "pid 70, and pid 71, and pid 72")
+    assert spread.seat.poll() is None
+    spread.seat.start(["learner", "resume=true"], variables={})
+    # The port of before may still be held by what is left of the first start.
+    assert {part.variables["MASTER_PORT"] for part in spread.parts} == {"20998"}
+    spread.seat.terminate()
+    spread.seat.stop(ends_at=5.0)
+    assert all(part.asked[2:] == ["terminate", "stop"] for part in spread.parts)
+
+
+@cases("codes, code", ((0, 0, 0), 0), ((None, -9, None), -9), ((75, 2, None), 2), ((75, 0, 75), 75), ((0, 0, None), 0))
+def test_when_a_part_has_ended_the_others_do_and_a_verdict_outweighs_their_loss(spread, codes, code):
+    spread.end(*codes)
+    if None in codes:
+        assert spread.seat.poll() is None
+        spread.now = 19.9
+        assert spread.seat.poll() is None, "each may tell its own reason"
+        spread.now = 20.0
+    assert spread.seat.poll() == code
+    assert spread.seat.poll() == code
+    assert all(part.asked == ["learner", "stop"] for part in spread.parts)
+
+
+@pytest.fixture
+def ray_seats():
+    return pytest.importorskip("slipstream.cluster.ray_seats")
+
+
+def test_a_ray_without_tokens_or_a_head_that_asks_for_none_is_refused(ray_seats, monkeypatch):
+    for known in ("2.52.0", "3.0.0.dev0"):
+        ray_seats._check_version(known)
+    with pytest.raises(ConfigError, match=r"^Ray must be 2.52 or newer with cluster.kind=ray, got 2.9.3"):
+        ray_seats._check_version("2.9.3")
+    for loopback in ("127.0.0.1:6379", "localhost:6379", "[::1]:6379"):
+        ray_seats._check_access(loopback)
+    # What a process without a token finds: an answer, or a refusal.
+    answered = "import os; assert os.environ['RAY_AUTH_MODE'] == 'disabled'"
+    for mode in ("disabled", "", "token"):
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        monkeypatch.setattr(ray_seats, "_PROBE", answered)
+        with pytest.raises(ConfigError, match=r"^Ray's head at 10.0.0.1:6379 must require a token, got answers"):
+            ray_seats._check_access("10.0.0.1:6379")
+    monkeypatch.setattr(ray_seats, "_PROBE", f"{answered}; raise SystemExit(1)")
+    ray_seats._check_access("10.0.0.1:6379")
+
+
+def test_messages_of_ray_fill_a_log_instead_of_the_terminal(ray_seats, tmp_path, capsys):
+    class Subscriber:
+        messages = [{"job_id": None, "error_message": "Raylet is terminated.\n    [state-dump] NodeManager:"}]
+
+        def subscribe(self) -> None: ...
+
+        def poll(self) -> tuple[bytes, dict[str, object]]:
+            if not self.messages:
+                raise ConnectionError("closed")
+            return b"", self.messages.pop()
+
+    job = ray_seats.ray.JobID.from_int(1)
+    connected = SimpleNamespace(gcs_error_subscriber=Subscriber(), current_job_id=job)
+    with ray_seats._messages_in(tmp_path / "ray.log"):
+        ray_seats.worker.listen_error_messages(connected, threading.Event())
+    assert "[state-dump] NodeManager:" in (tmp_path / "ray.log").read_text()
+    assert "state-dump" not in "".join(capsys.readouterr())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,17 @@ from slipstream.launch.evaluate import evaluate, score_files, tables
 from slipstream.launch.generate import generate
 from slipstream.runtime.command_line import make_console
 from tests.builders import make_run
+from tests.cases import cases
+from tests.runs import exit_code
 from tests.tiny_model import make_tiny_model
+
+PENALTY = "generators.reward.function=length_penalty"
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    rows = [
-        {"prompt": f"{row}=", "data_source": f"task-{row % 2}", "reward_model": {"ground_truth": str(row)}}
-        for row in range(12)
-    ]
+    truths = [{"prompt": f"{row}=", "reward_model": {"ground_truth": str(row)}} for row in range(12)]
+    rows = [truth | {"data_source": f"task-{number % 2}"} for number, truth in enumerate(truths)]
     for name in ("train", "heldout"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sets = [
@@ -93,12 +96,11 @@ def test_a_wrong_setting_of_a_call_without_answers_can_be_corrected(run: RunConf
         generate(wrong, tmp_path / "out", samples=1, num_prompts=1, is_scored=True)
     assert generate(run, tmp_path / "out", samples=1, num_prompts=1, is_scored=True)[1] == 1
     lost = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, path=str(tmp_path / "nosuch")))
-    for refused in (
-        lambda: generate(lost, tmp_path / "new", samples=1, num_prompts=1, is_scored=True),
-        lambda: evaluate(run, [lost.model.path], out=tmp_path / "new"),
-    ):
-        with pytest.raises(ConfigError, match=r"model\.path must be a folder with .*nosuch': there is no such folder"):
-            refused()
+    words = r"model\.path must be a folder with .*nosuch': there is no such folder"
+    with pytest.raises(ConfigError, match=words):
+        generate(lost, tmp_path / "new", samples=1, num_prompts=1, is_scored=True)
+    with pytest.raises(ConfigError, match=words):
+        evaluate(run, [lost.model.path], out=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -118,9 +120,8 @@ generate.generate(run, Path(sys.argv[2]), samples=2, num_prompts=None, is_scored
 def test_a_killed_call_goes_on_with_the_answers_that_it_lacks(run: RunConfig, tmp_path: Path) -> None:
     out = tmp_path / "out"
     engine = msgspec.structs.replace(run.generators.engine, seconds_per_token=0.05)
-    run = msgspec.structs.replace(
-        run, generators=msgspec.structs.replace(run.generators, engine=engine, max_concurrency=4)
-    )
+    generators = msgspec.structs.replace(run.generators, engine=engine, max_concurrency=4)
+    run = msgspec.structs.replace(run, generators=generators)
     command = [sys.executable, "-c", KILLED, msgspec.json.encode(run).decode(), str(out)]
     with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as killed:
         ends_at = time.monotonic() + 60
@@ -142,9 +143,7 @@ def test_models_are_measured_on_the_same_prompts_and_compared(run: RunConfig, tm
     other = str(make_tiny_model(tmp_path / "other", seed=1))
     out = tmp_path / "out"
     found = evaluate(run, [run.model.path, other], out=out, is_whole=True)
-    assert [(each.model, each.set) for each in found] == [
-        (model, name) for model in (run.model.path, other) for name in ("hard", "greedy")
-    ]
+    assert [(each.model, each.set) for each in found] == [*product((run.model.path, other), ("hard", "greedy"))]
     hard = found[0]
     assert (hard.score.num_prompts, hard.score.num_answers, hard.score.num_failed) == (12, 48, 0)
     assert {"accuracy", "reward", "pass@4", "maj@4", "best@4", "worst@4"} <= hard.score.metrics.keys()
@@ -186,14 +185,12 @@ def write_responses(path: Path, *, as_list: bool = True, column: str = "response
     return path
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        ("r.jsonl", {}),
-        ("r.parquet", {}),
-        ("r.jsonl", {"as_list": False, "column": "response"}),
-        ("r.jsonl", {"column": "written"}),
-    ],
+@cases(
+    "name, form",
+    ("r.jsonl", {}),
+    ("r.parquet", {}),
+    ("r.jsonl", {"as_list": False, "column": "response"}),
+    ("r.jsonl", {"column": "written"}),
 )
 def test_existing_responses_are_scored_without_a_model(tmp_path: Path, capsys, name: str, form: dict[str, Any]) -> None:
     file = write_responses(tmp_path / name, **form)
@@ -224,36 +221,27 @@ def test_files_of_responses_are_compared_and_a_model_counts_their_tokens(run: Ru
         score_files(run, [base, other])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], r"`response` or `responses` or .* must be a text or a list of texts, got only .* with data\.columns"),
-        (["data.columns.response=written"], r"`written` must be a text .* got 7 in row r/00000 of "),
-        (["data.columns.prompt=nosuch"], r"`nosuch` must be filled"),
-        (
-            ["data.columns.response=text", "generators.reward.function=length_penalty"],
-            r"MODEL must name the model .*, got none: length_penalty needs the numbers of tokens",
-        ),
-        (["--all"], r"takes one model or run at most, no --out, and no --all, got --all\."),
-        (["a", "b"], r"takes one model or run at most, .* got a, b\."),
-    ],
+@cases(
+    "words, message",
+    ([], r"`response` or `responses` or .* must be a text or a list of texts, got only .* with data\.columns"),
+    (["data.columns.response=written"], r"`written` must be a text .* got 7 in row r/00000 of "),
+    (["data.columns.prompt=nosuch"], r"`nosuch` must be filled"),
+    (["data.columns.response=text", PENALTY], r"MODEL must name the model .*, got none: length_penalty needs"),
+    (["--all"], r"takes one model or run at most, no --out, and no --all, got --all\."),
+    (["a", "b"], r"takes one model or run at most, .* got a, b\."),
 )
 def test_responses_that_cannot_be_scored_are_refused_in_one_sentence(tmp_path, capsys, words, message) -> None:
     file = tmp_path / "r.jsonl"
     file.write_text('{"prompt": "1=", "answer": "1", "written": 7, "text": "1"}\n')
     reward = ["generators.reward.arguments={max_tokens: 9}"] if any("penalty" in word for word in words) else []
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["evaluate", "--responses", str(file), "generators.reward.num_workers=0", *words, *reward])
-    assert caught.value.code == 2
+    assert exit_code("evaluate", "--responses", file, "generators.reward.num_workers=0", *words, *reward) == 2
     printed = " ".join(capsys.readouterr().err.split())
     assert re.search(message, printed), printed
     assert "Traceback" not in printed
 
 
 def test_commands_without_a_model_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["evaluate", "seed=1"], ["generate", "a", "b", "--out", "x"]):
-        with pytest.raises(SystemExit):
-            cli.main(words)
+    assert exit_code("evaluate", "seed=1") == exit_code("generate", "a", "b", "--out", "x") == 2
     printed = capsys.readouterr().err
     assert "MODEL must be a folder" in printed
     assert "generate must have one model, got a, b." in printed

@@ -1,24 +1,32 @@
 """Scaling requests and decisions of the autoscaler change the target of a pool; absences and events are reported."""
 
 import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 
 from slipstream.buffer.errors import RunConflictError, StoreUnavailableError
+from slipstream.cluster.role_process import RoleDiedError, RoleProcess
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import AutoscaleConfig
-from slipstream.launch import scaling
-from slipstream.launch.generator_pool import Event
+from slipstream.configs.load import load
+from slipstream.launch import generator_pool, scaling
+from slipstream.launch.generator_pool import Event, GeneratorPool, gpu_gib, place, visible_gpus
 from slipstream.launch.scaling import AbsenceTracker, Autoscaler, LauncherReport, Scaling
 from slipstream.observe.run_status import Monitor
 from tests.builders import make_run
+from tests.cases import cases
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
 
 CONFIG, RAISED = AutoscaleConfig(min=1, max=3), AutoscaleConfig(min=3, max=4)
 WAITED = "the learner waited {} of the last {} s for groups, above 30%"
+EXPECTED = {"generator-0", "generator-1"}
+EIGHT = list("01234567")
 
 
 @pytest.fixture
@@ -98,7 +106,7 @@ def check_room(count: int) -> None:
         raise ConfigError("there are 8 GPUs")
 
 
-def test_a_request_is_carried_out_reported_and_answered_but_one_to_the_previous_launcher_is_ignored():
+def test_a_request_is_carried_out_reported_and_answered_or_refused_with_the_reason():
     scene = Scene()
     scene.store.request("launcher", "generators", "3 request-0")
     assert scene.poll() == []
@@ -107,9 +115,6 @@ def test_a_request_is_carried_out_reported_and_answered_but_one_to_the_previous_
     assert scene.poll() == [change, ("generator-1", "started")]
     launcher = scene.store.roles()["launcher"]
     assert (launcher["answered"], launcher["refusal"], launcher["generators_target"]) == ("request-1", "", 4)
-
-
-def test_a_number_without_room_or_beyond_the_bounds_of_the_autoscaler_is_refused_with_the_reason():
     scene = Scene()
     scene.poll()
     launcher = scene.answer(9)
@@ -121,7 +126,7 @@ def test_a_number_without_room_or_beyond_the_bounds_of_the_autoscaler_is_refused
         assert f"between generators.autoscale.min and max (2 to 4), got {count}" in refusal
 
 
-def test_the_autoscaler_scales_up_to_the_room_and_reports_why(quick):
+def test_the_autoscaler_scales_up_from_min_to_the_room_and_reports_missing_room_once_per_target(quick):
     scene = Scene(AutoscaleConfig(max=20), target=7)
     events = [scene.settle()[0] for _ in range(2)]
     reason = WAITED.format("100%", 5)
@@ -129,18 +134,6 @@ def test_the_autoscaler_scales_up_to_the_room_and_reports_why(quick):
         ("launcher", f"the number of generators changes from 7 to 8: {reason}"),
         ("launcher", f"the number of generators stays at 8, although {reason}: there are 8 GPUs"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("states", "waits_for"), [(("ready", "starting"), "groups"), (("ready",), ""), (("ready",), "evaluation")]
-)
-def test_nothing_is_measured_while_a_generator_starts_or_before_the_learner_waits_for_groups(quick, states, waits_for):
-    scene = Scene(AutoscaleConfig(), target=len(states))
-    assert scene.watch(*states, polls=4, every_s=5, waits_for=waits_for) == []
-    assert scene.pool.target == len(states)
-
-
-def test_missing_room_is_reported_once_per_target(quick):
     scene = Scene(AutoscaleConfig(max=20), target=8)
     events = []
     for target in (8, 8, 8, 7, 8, 8):
@@ -148,23 +141,24 @@ def test_missing_room_is_reported_once_per_target(quick):
         events += [event.message.partition(":")[0].partition(",")[0] for event in scene.settle()]
     stays, changes = "the number of generators stays at 8", "the number of generators changes from 7 to 8"
     assert events == [stays, changes, "started", stays]
-
-
-def test_below_min_generators_are_started_again(quick):
     change = "the number of generators changes from 2 to 3: generators.autoscale.min is 3"
     assert Scene(AutoscaleConfig(min=3), target=2).settle()[0] == ("launcher", change)
 
 
-def test_a_generator_that_never_works_is_ignored_with_one_event(quick):
+@cases("states, waits_for", (("ready", "starting"), "groups"), (("ready",), ""), (("ready",), "evaluation"))
+def test_nothing_is_measured_while_a_generator_starts_or_before_the_learner_waits_for_groups(quick, states, waits_for):
+    scene = Scene(AutoscaleConfig(), target=len(states))
+    assert scene.watch(*states, polls=4, every_s=5, waits_for=waits_for) == []
+    assert scene.pool.target == len(states)
+
+
+def test_a_generator_that_never_works_is_ignored_with_one_event_and_its_capacity_does_not_count(quick):
     scene = Scene(AutoscaleConfig(), target=2)
     assert scene.watch("ready", "unsynced", polls=21) == []
     ignored = "generator-1 is unsynced and has not worked for 20 s: the autoscaler ignores it until it works"
     change = f"the number of generators changes from 2 to 3: {WAITED.format('100%', 5)}"
     expected = [("generator-1", ignored), ("launcher", change), ("generator-1", "started")]
     assert scene.watch("ready", "unsynced", polls=6) == expected
-
-
-def test_the_capacity_of_an_ignored_generator_does_not_count(quick):
     scene = Scene(AutoscaleConfig(), target=3)
     events = []
     for _ in range(40):
@@ -173,9 +167,6 @@ def test_the_capacity_of_an_ignored_generator_does_not_count(quick):
         events += scene.watch("ready", "ready", polls=1)
     assert [event.role for event in events] == ["generator-2"]
     assert scene.pool.target == 3
-
-
-def test_nothing_is_decided_while_the_learner_is_silent(quick):
     scene = Scene(AutoscaleConfig())
     scene.report_roles("ready")
     events = []
@@ -183,9 +174,6 @@ def test_nothing_is_decided_while_the_learner_is_silent(quick):
         scene.clock.now += 10
         events += scene.poll()
     assert ([event.role for event in events], scene.pool.target) == (["generator-0"], 1)
-
-
-EXPECTED = {"generator-0", "generator-1"}
 
 
 def test_a_long_absence_is_reported_once_and_a_generator_is_waited_for_again_after_its_return():
@@ -282,15 +270,7 @@ class Measured:
         self.clock = FakeClock()
         self.scaler = Autoscaler(config, clock=self.clock)
 
-    def observe(
-        self,
-        rows: list[dict[str, float]],
-        *,
-        after_s: float = 60,
-        busy: float | None = 1.0,
-        target: int = 1,
-        **more: Any,
-    ) -> Any:
+    def observe(self, rows, *, after_s=60, busy: float | None = 1.0, target=1, **more: Any) -> Any:
         """(new target, reason), or None."""
         self.clock.now += after_s
         settings = {"is_starving": False, "num_ready": target} | more
@@ -298,53 +278,34 @@ class Measured:
         return change and (change.target, change.reason)
 
 
-@pytest.mark.parametrize(
-    ("config", "waited_s", "busy", "target", "expected"),
-    [
-        (CONFIG, 0.4, 1.0, 2, (3, WAITED.format("40%", 60))),
-        (CONFIG, 0.3, 1.0, 2, None),
-        (CONFIG, 0.0, 0.4, 2, (1, "the generators used 40% of their capacity in the last 60 s, below 50%")),
-        (CONFIG, 0.0, 0.5, 2, None),
-        (CONFIG, 0.0, None, 2, None),
-        # The remaining generators must be able to do the work.
-        (CONFIG, 0.0, 0.49, 3, (2, "the generators used 49% of their capacity in the last 60 s, below 50%")),
-        # The bounds are kept.
-        (CONFIG, 0.9, 1.0, 3, None),
-        (CONFIG, 0.0, 0.0, 1, None),
-        # Idle generators are kept while the learner waits, also at max, against oscillation.
-        (CONFIG, 0.9, 0.1, 2, (3, WAITED.format("90%", 60))),
-        (CONFIG, 0.31, 0.1, 3, None),
-        (CONFIG, 0.3, 0.1, 3, (2, "the generators used 10% of their capacity in the last 60 s, below 50%")),
-        (RAISED, 0.9, 1.0, 1, (3, "generators.autoscale.min is 3")),
-    ],
+@cases(
+    "config, waited_s, busy, target, expected",
+    (CONFIG, 0.4, 1.0, 2, (3, WAITED.format("40%", 60))),
+    (CONFIG, 0.3, 1.0, 2, None),
+    (CONFIG, 0.0, 0.4, 2, (1, "the generators used 40% of their capacity in the last 60 s, below 50%")),
+    (CONFIG, 0.0, 0.5, 2, None),
+    (CONFIG, 0.0, None, 2, None),
+    # The remaining generators must be able to do the work.
+    (CONFIG, 0.0, 0.49, 3, (2, "the generators used 49% of their capacity in the last 60 s, below 50%")),
+    # The bounds are kept.
+    (CONFIG, 0.9, 1.0, 3, None),
+    (CONFIG, 0.0, 0.0, 1, None),
+    # Idle generators are kept while the learner waits, also at max, against oscillation.
+    (CONFIG, 0.9, 0.1, 2, (3, WAITED.format("90%", 60))),
+    (CONFIG, 0.31, 0.1, 3, None),
+    (CONFIG, 0.3, 0.1, 3, (2, "the generators used 10% of their capacity in the last 60 s, below 50%")),
+    (RAISED, 0.9, 1.0, 1, (3, "generators.autoscale.min is 3")),
 )
-def test_one_generator_more_or_less_is_decided_by_the_waits_and_each_change_says_why(
-    config: AutoscaleConfig, waited_s: float, busy: float | None, target: int, expected: Any
-):
+def test_one_generator_more_or_less_is_decided_by_the_waits(config, waited_s, busy, target, expected):
     assert Measured(config).observe(rows(waited_s, 1 - waited_s), busy=busy, target=target) == expected
 
 
-def test_a_generator_that_is_not_ready_holds_up_a_change_to_fewer():
-    assert Measured(CONFIG).observe(rows(0.0, 1.0), busy=0.4, target=3, num_ready=1) is None
-
-
-def test_every_change_starts_a_new_window():
+def test_every_change_starts_a_new_window_and_starving_observations_count_without_a_step():
     measured, waiting = Measured(), rows(0.9, 0.1)
     assert measured.observe(waiting, after_s=59) is None
     assert measured.observe([], after_s=1) == (2, WAITED.format("90%", 60))
     assert measured.observe([], target=2) is None
     assert measured.observe(rows(0, 1), after_s=0, target=2) is None
-
-
-def test_without_a_step_the_share_of_starving_observations_counts():
-    assert Measured().observe([], after_s=61, is_starving=True) == (2, WAITED.format("100%", 61))
-    measured = Measured()
-    for is_starving in (False, False, False, True):
-        assert measured.observe([], after_s=0, is_starving=is_starving) is None
-    assert measured.observe([], is_starving=True) == (2, WAITED.format("40%", 60))
-
-
-def test_waits_of_earlier_windows_do_not_count():
     measured = Measured()
     assert measured.observe(rows(0.0, 100.0)) is None
     assert measured.observe(rows(0.4, 0.6)) == (2, WAITED.format("40%", 60))
@@ -353,11 +314,169 @@ def test_waits_of_earlier_windows_do_not_count():
     measured.scaler.start_window()
     assert measured.observe([], after_s=59) is None
     assert measured.observe(rows(0.0, 1.0), after_s=1) is None
-
-
-def test_too_few_steps_decide_nothing_and_slow_ones_are_measured_for_longer():
+    assert Measured().observe([], after_s=61, is_starving=True) == (2, WAITED.format("100%", 61))
+    measured = Measured()
+    for is_starving in (False, False, False, True):
+        assert measured.observe([], after_s=0, is_starving=is_starving) is None
+    assert measured.observe([], is_starving=True) == (2, WAITED.format("40%", 60))
     assert Measured().observe(rows(9.0, 1.0, count=4)) is None
     measured, step = Measured(), rows(9.0, 1.0, count=1)
     for _ in range(4):
         assert measured.observe(step, is_starving=True) is None
     assert measured.observe(step, is_starving=True) == (2, WAITED.format("90%", 300))
+    assert Measured(CONFIG).observe(rows(0.0, 1.0), busy=0.4, target=3, num_ready=1) is None
+
+
+STAYS = """
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+open(sys.argv[1], "w").close()
+signal.sigtimedwait([signal.SIGTERM], 120)
+"""
+ENDS = "import sys; sys.exit(int(sys.argv[1]))"
+PATIENCE_S = 30.0
+
+
+class PoolScene:
+    """A pool of processes that run until they are asked to leave, except the names in `ends`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ends: dict[str, str] = {}
+        self.messages: list[str] = []
+        self.has_others = False
+        self.pool = GeneratorPool(self.make, has_others=lambda: self.has_others)
+
+    def make(self, name: str) -> RoleProcess:
+        arguments = ["ends", self.ends[name]] if name in self.ends else ["stays", str(self.folder / f"{name}.up")]
+        return RoleProcess(name, arguments, logs=self.folder)
+
+    def keep(self, target: int) -> None:
+        self.messages += [event.message for event in self.pool.set_target(target)]
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not reached():
+            assert time.monotonic() < deadline, self.messages
+            self.messages += [event.message for event in self.pool.poll()]
+
+    def are_up(self, *numbers: int) -> bool:
+        names = {f"generator-{number}" for number in numbers}
+        running = {role.name for role in self.pool.roles if role.is_running}
+        return running == names and all((self.folder / f"{name}.up").exists() for name in names)
+
+    def close(self) -> None:
+        for role in self.pool.roles:
+            role.stop(ends_at=0.0)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PoolScene]:
+    (tmp_path / "stays.py").write_text(STAYS)
+    (tmp_path / "ends.py").write_text(ENDS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    made = PoolScene(tmp_path)
+    yield made
+    made.close()
+
+
+def test_the_pool_grows_and_shrinks_and_a_name_is_reused_only_when_its_process_is_gone(scene: PoolScene):
+    scene.keep(1)
+    scene.until(lambda: scene.are_up(0))
+    scene.keep(3)
+    scene.until(lambda: scene.are_up(0, 1, 2))
+    scene.keep(2)
+    scene.until(lambda: scene.are_up(0, 1) and len(scene.pool.roles) == 2)
+    assert "generator-2 is asked to leave: the target is 2" in scene.messages
+    assert "generator-2 left" in scene.messages
+    scene.keep(1)
+    scene.keep(2)
+    assert [role.name for role in scene.pool.roles] == ["generator-0", "generator-1"]
+    (scene.folder / "generator-1.up").unlink()
+    scene.until(lambda: scene.are_up(0, 1))
+    assert len(scene.pool.roles) == 2
+
+
+def test_a_generator_that_was_drained_is_not_replaced(scene: PoolScene):
+    scene.keep(2)
+    scene.until(lambda: scene.are_up(0, 1))
+    scene.pool.roles[0].terminate()
+    scene.until(lambda: scene.pool.target == 1)
+    assert scene.messages[-1] == "generator-0 left; the target is 1 now"
+    assert scene.are_up(1)
+
+
+def test_a_generator_that_cannot_start_is_abandoned_while_another_lives(scene: PoolScene):
+    scene.ends["generator-1"] = "2"
+    scene.keep(2)
+    scene.until(lambda: scene.pool.target == 1)
+    assert "generator-1 is abandoned, the target is 1 now: generator-1 ended with exit code 2" in scene.messages[-1]
+    scene.until(lambda: scene.are_up(0))
+
+
+def test_the_last_generator_that_cannot_start_ends_the_run_unless_it_has_others(scene: PoolScene):
+    scene.ends["generator-0"] = "2"
+    scene.keep(1)
+    with pytest.raises(RoleDiedError, match="generator-0"):
+        scene.until(lambda: False)
+    scene.has_others = True
+    scene.until(lambda: scene.pool.target == 0)
+    assert "generator-0 is abandoned, the target is 0 now" in scene.messages[-1]
+
+
+@cases(
+    "overrides, gpus, placed",
+    ([], [], {}),
+    (["experiment=gsm8k_1gpu"], ["5"], {"learner": ["5"], "generator-0": ["5"]}),
+    (["experiment=gsm8k_8gpu"], EIGHT, {"learner": EIGHT[:4], "generator-0": EIGHT[4:6], "generator-1": EIGHT[6:]}),
+    ([], ["6", "GPU-8932f937"], {"learner": ["6"], "generator-0": ["GPU-8932f937"]}),
+    # vLLM's build decides its device; a setting decides the learner's.
+    (["learner.device=cpu"], ["5"], {"learner": [], "generator-0": ["5"]}),
+    (["learner.device=cpu", "generators/engine=hf"], ["5"], {"learner": [], "generator-0": []}),
+    (["generators/engine=hf"], ["5"], {"learner": ["5"], "generator-0": ["5"]}),
+    (["generators/engine=scripted"], ["5"], {"learner": ["5"], "generator-0": []}),
+)
+def test_each_role_gets_its_gpus_in_order_and_one_is_shared(overrides, gpus, placed):
+    assert place(load(overrides), gpus=gpus) == placed
+
+
+@cases(
+    "overrides, gpus, message",
+    (["learner.num_ranks=2"], ["5"], r"learner.num_ranks must be <= the GPUs here \(1\), got 2: each"),
+    (["generators.engine.tensor_parallel_size=2"], ["5"], r"size must be <= the GPUs here \(1\), got 2: each"),
+    (["experiment=gsm8k_8gpu"], EIGHT[:4], "got 8"),
+)
+def test_no_two_processes_of_a_group_share_a_gpu(overrides: list[str], gpus: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        place(load(overrides), gpus=gpus)
+
+
+def test_a_learner_that_must_have_a_gpu_and_an_implausible_number_of_generators_are_refused():
+    generator_pool.check_placement(load(["learner.device=cpu"]))
+    # A machine without a driver, or a CPU build of torch.
+    with pytest.raises(ConfigError, match=r"^learner.device=cuda must have an NVIDIA GPU"):
+        generator_pool.check_placement(load(["learner.device=cuda"]))
+    with pytest.raises(ConfigError, match=r"weights\.backend=nccl must have a GPU for the learner and .* got 0 here"):
+        generator_pool.check_placement(load(["weights.backend=nccl"]))
+    generator_pool.check_target(make_run(), 8, num_cores=2)
+    with pytest.raises(ConfigError, match=r"generators must be <= 8 on this machine of 2 cores, got 100: lower it"):
+        generator_pool.check_target(make_run(), 100, num_cores=2)
+    for settings in ({"count": 20}, {"autoscale": {"max": 20}}):
+        generator_pool.check_target(make_run(generators=settings), 20, num_cores=2)
+        with pytest.raises(ConfigError, match="<= 20"):
+            generator_pool.check_target(make_run(generators=settings), 21, num_cores=2)
+
+
+def test_the_driver_is_asked_for_the_gpus_and_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = tmp_path / "nvidia-smi"
+    asked.write_text('#!/bin/sh\ncase "$*" in *memory.total*"-i 1") echo 81559;; *index*) echo 0; echo 1;; esac\n')
+    asked.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert visible_gpus({}, torch_version="2.13.0") == ["0", "1"]
+    assert visible_gpus({}, torch_version="2.13.0+cpu") == []
+    shown = {" 7 , GPU-8932f937 ": ["7", "GPU-8932f937"], "MIG-3a/1/0": ["MIG-3a/1/0"], "": [], "1,-1,2": ["1"]}
+    for value, names in shown.items():
+        assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}, torch_version="2.13.0+cu130") == names
+    assert gpu_gib("1") == pytest.approx(79.65, abs=0.01)
+    with pytest.raises(ConfigError, match=r"^nvidia-smi must report the memory of GPU MIG-3a"):
+        gpu_gib("MIG-3a")

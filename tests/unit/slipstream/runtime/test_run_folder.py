@@ -1,21 +1,30 @@
 """The run folder refuses used names and keeps metrics true after a resume."""
 
 import json
+import os
 import shutil
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+import redis
+import torch
+from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
+from slipstream.runtime.disk import DiskWait, describe_disk, is_disk_full
 from slipstream.runtime.run_folder import RunFolder, find_run
 from tests.builders import make_run
+from tests.cases import cases
 from tests.fakes import no_file_above
+
+WHOLE = [{"step": step, "time_s": float(step)} for step in (1, 2, 3)]
 
 
 def folder_in(runs_dir: Path, **settings: object) -> RunFolder:
@@ -41,9 +50,7 @@ def test_the_name_of_a_run_that_ended_before_it_published_weights_is_free_again(
     assert (again.logs / "broker.log").exists()
 
 
-@pytest.mark.parametrize(
-    "made", ["", "metrics.jsonl", "summary.json", "checkpoints/step-00000001", "archive/shard-00000001.parquet"]
-)
+@cases("made", "", "metrics.jsonl", "summary.json", "checkpoints/step-00000001", "archive/shard-00000001.parquet")
 def test_a_used_name_is_refused_unless_the_run_is_resumed(tmp_path: Path, made: str):
     used = folder_in(tmp_path)
     used.claim()
@@ -67,10 +74,8 @@ def test_a_run_in_one_process_is_not_resumed(tmp_path: Path, resume: bool | str)
     used.claim()
     used.record_training()
     used.unlock()
-    words = (
-        r"resume must be false with mode=serial, .* of a model below .*/test/checkpoints" if resume else "which exists"
-    )
-    with pytest.raises(ConfigError, match=words) as refused:
+    words = r"resume must be false with mode=serial, .* of a model below .*/test/checkpoints"
+    with pytest.raises(ConfigError, match=words if resume else "which exists") as refused:
         folder_in(tmp_path, resume=resume, **one_process).check_name()
     assert "resume=true" not in str(refused.value)
 
@@ -91,18 +96,13 @@ def test_auto_begins_a_run_or_goes_on_where_true_only_goes_on_and_a_discarded_ru
     assert (folder.path / "mine").exists(), "what was there before is kept"
 
 
-WHOLE = [{"step": step, "time_s": float(step)} for step in (1, 2, 3)]
-
-
-@pytest.mark.parametrize(
-    ("damage", "lines", "steps"),
-    [
-        (b'{"step": 4, "ti', [4], [1, 2, 3]),
-        (b"\0" * 100, [4], [1, 2, 3]),
-        (b"\0" * 100 + b"\n", [4], [1, 2, 3]),
-        (b'{"step": 4, "ti{"step": 5, "time_s": 5.0}\n', [4], [1, 2, 3]),
-        (b'\xff\n[1]\n{}\n{"step": "4"}\n{"step": 4}\n', [4, 5, 6, 7], [1, 2, 3, 4]),
-    ],
+@cases(
+    "damage, lines, steps",
+    (b'{"step": 4, "ti', [4], [1, 2, 3]),
+    (b"\0" * 100, [4], [1, 2, 3]),
+    (b"\0" * 100 + b"\n", [4], [1, 2, 3]),
+    (b'{"step": 4, "ti{"step": 5, "time_s": 5.0}\n', [4], [1, 2, 3]),
+    (b'\xff\n[1]\n{}\n{"step": "4"}\n{"step": 4}\n', [4, 5, 6, 7], [1, 2, 3, 4]),
 )
 def test_damaged_rows_are_dropped_with_a_word_and_the_whole_ones_are_kept(tmp_path, damage, lines, steps):
     folder = folder_in(tmp_path)
@@ -215,9 +215,8 @@ sys.stdin.read()
 
 
 def test_a_run_has_one_owner_until_that_process_is_gone(tmp_path: Path):
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as owner:
+    command, pipe = [sys.executable, "-c", HOLD, str(tmp_path)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "held\n"
         second = folder_in(tmp_path, resume=True)
@@ -226,3 +225,73 @@ def test_a_run_has_one_owner_until_that_process_is_gone(tmp_path: Path):
                 refused()
         owner.kill()
     second.claim()
+
+
+def fill(path: Path) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:  # noqa: PTH123
+        full.write(path.name.encode())
+
+
+def test_a_full_disk_is_recognized(tmp_path: Path):
+    with pytest.raises(OSError, match="No space") as of_the_system:
+        fill(tmp_path)
+    with no_file_above(10), pytest.raises(Exception, match="File too large") as of_rust:
+        save_file({"weight": torch.zeros(1000)}, tmp_path / "file")
+    of_redis = redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device")
+    for error in (of_the_system.value, of_rust.value, of_redis):
+        assert is_disk_full(error), error
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "denied"), ValueError("no"), redis.ConnectionError("gone")])
+def test_other_errors_are_not_taken_for_one_and_end_the_wait(tmp_path: Path, error: Exception):
+    assert not is_disk_full(error)
+
+    def write() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        DiskWait().retry(write, what="a file", path=tmp_path)
+
+
+def test_a_disk_is_named_by_its_mount_also_for_a_file_that_is_not_there_yet(tmp_path: Path):
+    described = describe_disk(tmp_path / "not" / "there")
+    assert described.endswith(f"which holds {tmp_path}/not/there")
+    mount = Path(described.split(" (")[0])
+    assert mount.is_mount()
+    assert tmp_path.is_relative_to(mount)
+
+
+def test_a_write_is_repeated_until_there_is_room_and_the_wait_is_shown(tmp_path: Path):
+    reasons: list[str] = []
+    calls: list[str] = []
+    disk = DiskWait(while_waiting=lambda: calls.append("kept alive"), retry_every_s=0.001)
+
+    def write() -> str:
+        reasons.append(disk.reason)
+        if len(reasons) < 4:
+            fill(tmp_path)
+        return "written"
+
+    with capture_logs() as logged:
+        assert disk.retry(write, what="the metrics", path=tmp_path) == "written"
+    assert reasons[0] == disk.reason == ""
+    assert all("room for the metrics on the disk" in reason and str(tmp_path) in reason for reason in reasons[1:])
+    assert calls == ["kept alive"]
+    assert [line["event"] for line in logged] == ["disk_full", "disk_has_room"]
+    assert os.strerror(28) in logged[0]["error"]
+
+
+def test_a_write_is_repeated_once_there_is_more_room_else_ever_less_often(tmp_path, monkeypatch):
+    time, tried_at = SimpleNamespace(now=0.0), list[float]()
+    time.monotonic = lambda: time.now
+    time.sleep = lambda seconds: vars(time).update(now=time.now + seconds)
+    monkeypatch.setattr("slipstream.runtime.disk.time", time)
+    monkeypatch.setattr("slipstream.runtime.disk._free_bytes", lambda path: 2**21 if time.now >= 9.0 else 0)
+
+    def write() -> None:
+        tried_at.append(time.now)
+        if time.now < 9.0:
+            fill(tmp_path)
+
+    DiskWait().retry(write, what="a checkpoint", path=tmp_path)
+    assert tried_at == [0.0, 1.0, 3.0, 7.0, 9.0]

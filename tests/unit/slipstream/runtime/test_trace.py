@@ -7,10 +7,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
+from slipstream.runtime.clock import Growth, Rate
 from slipstream.runtime.trace import MARKS, PUBLISH, SPANS, ProcessorTime, TimeAccount, Trace, merge, parts_of
 from tests.fakes import FakeClock, no_file_above
 
@@ -94,9 +96,8 @@ def test_phases_of_a_role_are_slices_of_its_track(folder: Path) -> None:
     assert slices[2]["dur"] >= 10_000
     ends = [event["ts"] + event["dur"] for event in slices]
     assert all(end <= later["ts"] + 200 for end, later in zip(ends, slices[1:], strict=False))
-    names = {
-        (event["name"], event["pid"], event["tid"]): event["args"]["name"] for event in events if event["ph"] == "M"
-    }
+    named = [event for event in events if event["ph"] == "M"]
+    names = {(event["name"], event["pid"], event["tid"]): event["args"]["name"] for event in named}
     for event in slices:
         assert names["process_name", event["pid"], 0].startswith("learner (")
         assert names["thread_name", event["pid"], event["tid"]] == "learner"
@@ -119,7 +120,7 @@ def test_a_trace_of_torch_is_merged_on_the_same_clock_under_its_own_name(folder:
     trace.obey("end")
     events = merged(folder)["traceEvents"]
     matmul, compute = (next(e for e in events if e["name"] == name) for name in ("aten::mm", "compute"))
-    assert abs(matmul["ts"] - compute["ts"]) < 10_000
+    assert abs(matmul["ts"] - compute["ts"]) < 1_000_000, "1 s of a busy machine"
     assert matmul["dur"] == 7.5
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names[matmul["pid"]] == "learner torch (12)"
@@ -165,7 +166,7 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-def test_the_phases_sum_to_the_wall_time_with_the_current_one_included(clock: FakeClock) -> None:
+def test_the_phases_sum_to_the_wall_time_and_interrupt_each_other_and_a_restart_forgets_them(clock: FakeClock) -> None:
     account = TimeAccount("rest", clock=clock)
     for seconds, phase in ((1.0, "waiting"), (2.0, "training"), (4.0, "waiting")):
         clock.now += seconds
@@ -173,9 +174,6 @@ def test_the_phases_sum_to_the_wall_time_with_the_current_one_included(clock: Fa
     clock.now += 8.0
     assert account.totals() == {"rest": 1.0, "waiting": 10.0, "training": 4.0}
     assert sum(account.totals().values()) == clock.now - 1000.0
-
-
-def test_a_phase_within_another_interrupts_it_and_ends_with_the_exception_that_ends_its_block(clock: FakeClock) -> None:
     account = TimeAccount("rest", clock=clock)
 
     def train() -> None:
@@ -191,9 +189,6 @@ def test_a_phase_within_another_interrupts_it_and_ends_with_the_exception_that_e
         train()
     clock.now += 16.0
     assert account.totals() == {"training": 9.0, "optimizer": 6.0, "rest": 16.0}
-
-
-def test_a_restart_forgets_everything_but_the_phase(clock: FakeClock) -> None:
     account = TimeAccount("rest", clock=clock)
     clock.now += 1.0
     account.switch("waiting")
@@ -216,3 +211,43 @@ def test_processor_time_counts_children_that_run_and_those_that_ended() -> None:
     assert running - before >= 0.25
     child.communicate(b"\n")
     assert running <= processor.seconds < running + 0.25
+
+
+def test_a_rate_is_over_the_window_and_growth_that_of_all_counters_also_of_those_that_vanish_or_restart():
+    clock = FakeClock()
+    rate = Rate(window_s=5.0, clock=clock)
+    clock.now += 2
+    rate.add(10.0)
+    assert rate.per_s == 5.0
+    clock.now += 6
+    rate.add(20.0)
+    assert (rate.per_s, rate.total) == (4.0, 30.0)
+    growth = Growth({"a": 500.0, "b": 10.0})
+    growth.update({"a": 700.0, "b": 10.0, "new": 100.0})
+    assert growth.total == 300.0
+    growth.update({"b": 30.0})
+    growth.update({"a": 40.0, "b": 30.0})
+    growth.update({"a": 45.0})
+    assert growth.total == 300.0 + 20.0 + 40.0 + 5.0
+
+
+def test_reading_a_rate_from_two_threads_drops_each_event_once():
+    asking: list[Thread] = []
+
+    class Moment(float):
+        """While it is compared for the first time, another thread asks too."""
+
+        def __lt__(self, other: float) -> bool:
+            if not asking:
+                asking.append(Thread(target=lambda: rate.per_s))
+                asking[0].start()
+                asking[0].join(timeout=0.1)
+            return float(self) < other
+
+    clock = FakeClock()
+    rate = Rate(window_s=5.0, clock=lambda: Moment(clock.now))
+    rate.add(1.0)
+    clock.now += 10
+    assert rate.per_s == 0.0
+    asking[0].join(timeout=10)
+    assert not asking[0].is_alive()

@@ -22,21 +22,17 @@ from slipstream.observe.catalog.catalog import SORTABLE, Catalog, CatalogQuery, 
 from slipstream.observe.catalog.rows import ROWS, CatalogRow
 from slipstream.observe.catalog.token_decoder import TokenDecoder, find_text
 from tests.builders import make_finished, make_run, make_trajectory, write_archive
-from tests.unit.slipstream.observe.catalog.data_command import run
+from tests.unit.slipstream.observe.catalog.test_commands import run
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=6, seed=0)
 SPANS = [VersionSpan(6, 2), VersionSpan(9, 4)]
+ALL = ["0-0-0", "0-0-1", "1-0-0", "1-0-1", "1-0-2", "2-0-0"]
 
 
-def group(
-    group_id: str, rewards: list[float], *, steps: list[int], outcome: str = "retired", **fields: Any
-) -> StoredGroup:
+def group(name: str, rewards: list[float], *, steps: list[int], outcome: str = "retired", **fields: Any) -> StoredGroup:
     """Build a group with a member per reward; `fields` apply to every member."""
-    members = [
-        make_trajectory(group_id, index, reward=Reward(reward), **fields) for index, reward in enumerate(rewards)
-    ]
-    reason = "" if outcome == "retired" else "late"
-    return StoredGroup(group_id, outcome, reason, steps, list(map(encode, members)))
+    members = [make_trajectory(name, index, reward=Reward(reward), **fields) for index, reward in enumerate(rewards)]
+    return StoredGroup(name, outcome, "" if outcome == "retired" else "late", steps, list(map(encode, members)))
 
 
 GROUPS = [
@@ -76,9 +72,6 @@ def found(catalog: Catalog, *, sort_by: str = "", is_descending: bool = False, *
     assert page.num_rows == len(page.rows) == catalog.select(query).num_rows == len(list(catalog.stored(query)))
     assert catalog.select(query)["id"].to_pylist() == [row.id for row in page.rows]
     return [row.id for row in page.rows]
-
-
-ALL = ["0-0-0", "0-0-1", "1-0-0", "1-0-1", "1-0-2", "2-0-0"]
 
 
 @pytest.mark.parametrize("kind", ["archive", "run", "out.parquet", "out.jsonl"])
@@ -122,12 +115,11 @@ def test_a_page_shows_the_end_of_the_prompt_and_the_beginning_of_the_answer(tmp_
     with open_catalog(str(write_archive(tmp_path / "a", [short, cut])), tokenizer=tokenizer) as catalog:
         for _ in range(2):
             rows = catalog.page(CatalogQuery(is_descending=True), size=3).rows
-            assert [(row.prompt, row.answer) for row in rows] == [("…" + "a" * 47, "b" * 47 + "…")] * 2 + [
-                ("abcdef", "ghijkl")
-            ]
+            shown = [("…" + "a" * 47, "b" * 47 + "…")] * 2 + [("abcdef", "ghijkl")]
+            assert [(row.prompt, row.answer) for row in rows] == shown
 
 
-def test_a_row_shows_advantage_and_lag(tmp_path, folder):
+def test_a_row_shows_advantage_and_lag_but_greedy_failed_and_evaluated_members_have_no_advantage(tmp_path, folder):
     with open_catalog(str(folder)) as catalog:
         rows = {row.id: row for row in catalog.page(CatalogQuery()).rows}
     assert set(CatalogRow.__struct_fields__) == {*ROWS.names, "prompt", "answer"}
@@ -136,15 +128,12 @@ def test_a_row_shows_advantage_and_lag(tmp_path, folder):
     assert rows["1-0-2"].advantage == pytest.approx(0.2)
     assert (rows["1-0-2"].last_step, rows["1-0-2"].lag) == (8, 7)
     assert (rows["2-0-0"].last_step, rows["2-0-0"].lag, rows["2-0-0"].reason) == (None, None, "late")
-
-
-def test_greedy_failed_and_evaluated_members_have_no_advantage(tmp_path):
     fields = [{"reward": Reward(1.0)}, {"reward": Reward(0.0, status="timeout")}]
     fields += [{"reward": Reward(0.0), "sampling": GREEDY}, {"reward": Reward(0.5)}]
     members = [encode(make_trajectory("0", index, **each)) for index, each in enumerate(fields)]
     evaluated = group("e:0", [0.0, 1.0], steps=[], outcome="evaluated")
-    folder = write_archive(tmp_path / "a", [StoredGroup("0", "retired", "", [1], members), evaluated])
-    with open_catalog(str(folder)) as catalog:
+    other = write_archive(tmp_path / "a", [StoredGroup("0", "retired", "", [1], members), evaluated])
+    with open_catalog(str(other)) as catalog:
         assert [row.advantage for row in catalog.page(CatalogQuery()).rows] == [0.25, None, None, -0.25, None, None]
 
 
@@ -161,10 +150,8 @@ def test_a_group_stands_side_by_side_token_by_token(folder, tmp_path):
     assert second.numbers["advantage"][5:7] == [None, 0.5]
     assert second.numbers["logprob"][5:7] == [None, -0.5]
     assert [(use.step, use.version, use.lag) for use in second.uses] == [(5, 4, 2)]
-    assert [(each.role, each.text, each.is_model) for each in second.messages] == [
-        ("prompt", "abcdef", False),
-        ("assistant", "ghijkl", True),
-    ]
+    messages = [("prompt", "abcdef", False), ("assistant", "ghijkl", True)]
+    assert [(each.role, each.text, each.is_model) for each in second.messages] == messages
     assert msgspec.json.decode(msgspec.json.encode(second))["row"]["id"] == "0-0-1"
 
 
@@ -254,11 +241,9 @@ def test_every_byte_has_its_character(tmp_path):
 
 
 def test_rollouts_that_verl_dumped_are_looked_at_as_they_are(tmp_path, capsys):
-    rows = [
-        {"input": "user\n3 + 4?", "output": "é 7", "gts": "7", "score": 1.0, "step": 12, "acc": True},
-        {"input": "user\n1 + 1?", "output": "2", "gts": "2", "score": 1.0, "step": 12},
-        {"input": "user\n3 + 4?", "output": "", "gts": "7", "score": 0, "step": 12, "request_id": "x"},
-    ]
+    asked = {"input": "user\n3 + 4?", "gts": "7", "step": 12}
+    rows = [asked | {"output": "é 7", "score": 1.0, "acc": True}, asked | {"output": "", "score": 0, "request_id": "x"}]
+    rows.insert(1, {"input": "user\n1 + 1?", "output": "2", "gts": "2", "score": 1.0, "step": 12})
     path = tmp_path / "12.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with open_catalog(str(path)) as catalog:
@@ -292,9 +277,8 @@ def test_new_shards_are_read_and_old_ones_are_not_read_again(folder):
 def test_a_repeated_text_search_reads_only_new_rows(tmp_path, folder, monkeypatch):
     byte_tokenizer(tmp_path / "model", *"abcdefghijkl")
     searched = []
-    monkeypatch.setattr(
-        catalog_module, "find_text", lambda dataset, **asked: searched.append(dataset) or find_text(dataset, **asked)
-    )
+    find = lambda dataset, **asked: searched.append(dataset) or find_text(dataset, **asked)  # noqa: E731
+    monkeypatch.setattr(catalog_module, "find_text", find)
     with open_catalog(str(folder), tokenizer=tmp_path / "model") as catalog:
         assert found(catalog, text="gh") == ALL
         shards = len(searched)

@@ -10,19 +10,12 @@ from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
 from slipstream.buffer.trajectory import Reward
-from slipstream.cli import main
 from slipstream.observe.catalog.catalog import open_catalog
+from slipstream.observe.viewer import screens
 from slipstream.observe.viewer.list_screen import ListScreen, RowList, ViewerApp
-from slipstream.observe.viewer.screens import (
-    HELP,
-    TOKENS_AT_ONCE,
-    DetailScreen,
-    GroupScreen,
-    HelpScreen,
-    TokenScreen,
-    page_of,
-)
+from slipstream.observe.viewer.screens import HELP, DetailScreen, GroupScreen, HelpScreen, TokenScreen
 from tests.builders import make_finished, write_archive
+from tests.runs import exit_code
 from tests.unit.slipstream.observe.catalog.test_catalog import byte_tokenizer, group
 
 LETTERS = (*"abcdefgh", "[red]", "Ċ", "ě", "l")
@@ -158,10 +151,8 @@ async def test_a_group_stands_side_by_side(pilot, archive):
     await keys(pilot, "end", "g")
     assert isinstance(pilot.app.screen, GroupScreen)
     columns = [str(column.content) for column in pilot.app.screen.query(".member Static").results(Static)]
-    assert [column.splitlines()[:2] for column in columns] == [
-        ["300-0-0", "reward 0  advantage -0.500"],
-        ["300-0-1", "reward 1  advantage +0.500"],
-    ]
+    heads = [["300-0-0", "reward 0  advantage -0.500"], ["300-0-1", "reward 1  advantage +0.500"]]
+    assert [column.splitlines()[:2] for column in columns] == heads
     await keys(pilot, "c", "t", "escape", "enter", "g", "q", "q")
     assert current(pilot) == "300-0-1"
 
@@ -192,16 +183,11 @@ async def test_what_is_archived_meanwhile_appears(pilot, archive):
     assert "the files must stay where they were opened" in shown(pilot, "#status")
 
 
-def test_a_long_trajectory_is_shown_in_pages(archive: Path, tmp_path: Path) -> None:
+def test_a_long_trajectory_is_shown_in_pages_and_a_terminal_is_needed(archive, tmp_path, capsys):
     with open_catalog(str(archive)) as catalog:
         detail = catalog.trajectory("1-0-0")
     assert detail is not None
-    assert page_of(detail, name="").plain == "0 1 2 3 4 5 6 7 8 9 10 11 ", "ids without a tokenizer"
-    assert page_of(detail, name="", first=10, size=TOKENS_AT_ONCE).plain == "10 11 "
-
-
-def test_without_a_terminal_the_command_says_what_prints(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["view", str(archive)])
-    assert ended.value.code == 2
+    assert screens.page_of(detail, name="").plain == "0 1 2 3 4 5 6 7 8 9 10 11 ", "ids without a tokenizer"
+    assert screens.page_of(detail, name="", first=10, size=screens.TOKENS_AT_ONCE).plain == "10 11 "
+    assert exit_code("view", archive) == 2
     assert "must run in a terminal" in capsys.readouterr().err
