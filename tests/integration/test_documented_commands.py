@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from docs.tools.site import HTML, build
 from tests import runs
 from tests.shape.test_commands import COMMANDS, Command
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 HUB = "it needs the hub"
 CANNOT_RUN = {
     r"make .*": "it is a part of .ci/run, or listed in tests/shape/test_commands.py with its test",
@@ -140,12 +140,15 @@ EXECUTED = {shlex.join(each.words): each for each in {(*arguments_of(each),): ea
 """Those that are the same here are executed once."""
 
 
+@pytest.mark.long
 def test_commands_that_cannot_run_here_are_documented() -> None:
     shown = [shlex.join(command.words) for command in COMMANDS]
     assert not [pattern for pattern in CANNOT_RUN if not any(re.fullmatch(pattern, words) for words in shown)]
     assert len(RUNNABLE) > 80
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("words", EXECUTED)
 def test_a_documented_command_ends_well(words: str, world: Path, tmp_path: Path) -> None:
     command = EXECUTED[words]
@@ -169,3 +172,41 @@ def test_a_documented_command_ends_well(words: str, world: Path, tmp_path: Path)
     # `explain` and `diagnose` report what they find with 1.
     expected = (0, 1) if command.words[1] in ("explain", "diagnose", "plan") else (0,)
     assert done.returncode in expected, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+@pytest.mark.timeout(300)
+def test_every_page_is_built_and_makes_no_external_requests() -> None:
+    assert build() == HTML / "index.html"
+    pages = {str(path.relative_to(HTML)): path.read_text() for path in HTML.rglob("*.html")}
+    assert {"index.html", "docs/settings/index.html", "examples/calculator/index.html"} <= set(pages)
+    assert {"modules/index.html", "learner/training/trainer/index.html"} <= set(pages)
+    loaded = re.compile(r'<(?:script|link|img)[^>]*(?:src|href)="?(https?:[^" >]+)')
+    foreign = {address for text in pages.values() for address in loaded.findall(text)}
+    assert foreign == set()
+
+
+FOLDER = runs.ROOT / "docs" / "tutorials"
+PIECE = re.compile(r"^(?:`([\w.]+)`:\n\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.make_task(tmp_path_factory.mktemp("tutorials"), warm=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", sorted(page.stem for page in FOLDER.glob("*.md")))
+def test_tutorial(name: str, task: Path, tmp_path: Path) -> None:
+    for made in ("data", "models"):
+        (tmp_path / made).symlink_to(task / made)
+    pieces = PIECE.findall((FOLDER / f"{name}.md").read_text(encoding="utf-8"))
+    commands = [text for file, kind, text in pieces if kind == "sh" and not file]
+    assert commands
+    for file, _, text in pieces:
+        if file:
+            (tmp_path / file).write_text(text, encoding="utf-8")
+    search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for text in commands:
+        done = runs.call(["bash", "-euo", "pipefail", "-c", text], tmp_path, timeout_s=300, PATH=search)
+        assert done.returncode == 0, f"{text}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
