@@ -35,22 +35,14 @@ from slipstream.observe.run_status import Monitor
 from slipstream.runtime.trace import SPANS
 
 ROOT = Path(__file__).parents[1]
+RANDOM = ("prepare=[]", "model.path=models/digits-random")
 SMALL = (
-    "experiment=digits_cpu",
-    "generators/engine=scripted",
-    "generators.engine.seconds_per_token=0.02",
-    "learner/engine=torch",
-    "prepare=[]",
-    "model.path=models/digits-random",
-    "learner.prompts_per_step=4",
-    "evaluation.stop=null",
-    "learner.checkpoint.every_steps=5",
-    "evaluation.every_steps=0",
-    "evaluation.num_prompts=2",
+    *("experiment=digits_cpu", "generators/engine=scripted", "generators.engine.seconds_per_token=0.02"),
+    *("learner/engine=torch", *RANDOM, "learner.prompts_per_step=4", "evaluation.stop=null"),
+    *("learner.checkpoint.every_steps=5", "evaluation.every_steps=0", "evaluation.num_prompts=2"),
     "evaluation.num_final_prompts=4",
 )
 """Overrides of a run with the scripted engine, a random model and small steps."""
-RANDOM = ("prepare=[]", "model.path=models/digits-random")
 FEW = (
     *("learner.prompts_per_step=4", "evaluation.every_steps=0"),
     *("evaluation.num_prompts=4", "evaluation.num_final_prompts=8"),

@@ -33,14 +33,8 @@ _NAME = "matrix"
 _SETTINGS = (
     *(word for word in SMALL if not word.startswith("generators")),
     # Not the scripted engine, because its answers are not samples of the policy, and a guest would be expelled.
-    "generators/engine=hf",
-    "model.path=models/tiny",
-    "model.lora.rank=4",
-    "broker.shards=2",
-    "generators.count=2",
-    "learner.prompts_per_step=16",
-    "cluster.untrusted_generators.names=[guest]",
-    "learner.max_steps=100000",
+    *("generators/engine=hf", "model.path=models/tiny", "model.lora.rank=4", "broker.shards=2", "generators.count=2"),
+    *("learner.prompts_per_step=16", "cluster.untrusted_generators.names=[guest]", "learner.max_steps=100000"),
     f"name={_NAME}",
 )
 _DIGITS = ("--task=reverse", "--digits=5", "--out=data/digits")

@@ -18,16 +18,9 @@ from slipstream.runtime.process import LAUNCHER_VARIABLE
 from tests.runs import ROOT, kill_processes_of
 
 _PRELOADED = [
-    "slipstream.broker.__main__",
-    "slipstream.broker.weights.collective",
-    "slipstream.generators.__main__",
-    "slipstream.generators.build",
-    "slipstream.learner.build",
-    "slipstream.scripts.init_random_model",
-    "tests.chaos.harness",
-    "tests.chaos.relay",
-    "tests.chaos.scripted_learner",
-    "tests.chaos.watched.broker",
+    *("slipstream.broker.__main__", "slipstream.broker.weights.collective", "slipstream.generators.__main__"),
+    *("slipstream.generators.build", "slipstream.learner.build", "slipstream.scripts.init_random_model"),
+    *("tests.chaos.harness", "tests.chaos.relay", "tests.chaos.scripted_learner", "tests.chaos.watched.broker"),
     "tests.chaos.watched.generator",
 ]
 

@@ -1,6 +1,5 @@
 """Two-turn answers in end-to-end runs: the learner computes the same values as the engine sampled."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,20 +9,26 @@ from tests import runs
 pytestmark = pytest.mark.slow
 
 AGENT = (
-    "generators/agent=custom",
-    "generators.agent.function=my_agents:ask_twice",
-    "learner.optimizer.learning_rate=3e-4",
-    *runs.RANDOM,
-    *runs.FEW,
+    *("generators/agent=custom", "generators.agent.function=my_agents:ask_twice"),
+    *("learner.optimizer.learning_rate=3e-4", *runs.RANDOM, *runs.FEW),
 )
 ANSWERS = "learner/by_source/digits/reverse/"
+ASK_TWICE = '''
+async def ask_twice(episode):
+    """At most four tokens, then `=`, then the rest. The first turn earns a tenth of the reward."""
+    await episode.generate(max_tokens=4)
+    episode.turn_rewards.append(0.1)
+    episode.observe("=")
+    if (await episode.generate()).token_ids:
+        episode.turn_rewards.append(0.0)
+'''
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = runs.make_task(tmp_path_factory.mktemp("agents"), warm=False)
     # As a user's module, next to the run.
-    shutil.copy(Path(__file__).parent / "agents.py", folder / "my_agents.py")
+    (folder / "my_agents.py").write_text(ASK_TWICE)
     return folder
 
 

@@ -110,24 +110,15 @@ class Target:
     def start(self) -> RedisStore:
         """Block until the broker serves; returns its store for inspection."""
         rows = write_rows(self._folder / "rows.parquet")
-        settings = [
-            "experiment=digits_cpu",
-            f"name={_NAME}",
-            f"runs_dir={self._folder}/runs",
-            f"data.train={rows}",
-            f"data.eval={rows}",
-            f"broker.address={self.address}",
-            f"broker.max_message_bytes={MAX_MESSAGE_BYTES}",
-            f"learner.prompts_per_step={NUM_GROUPS}",
-            f"generators.group_size={GROUP_SIZE}",
-            "learner.max_steps=1",
-            "staleness.max_lag=0",
-            "broker.peer_timeout_s=1.6",
-        ]
+        settings = f"""
+            experiment=digits_cpu name={_NAME} runs_dir={self._folder}/runs data.train={rows} data.eval={rows}
+            broker.address={self.address} broker.max_message_bytes={MAX_MESSAGE_BYTES} broker.peer_timeout_s=1.6
+            learner.prompts_per_step={NUM_GROUPS} generators.group_size={GROUP_SIZE} learner.max_steps=1
+            staleness.max_lag=0
+        """
         with self.log_path.open("wb") as log:
-            command = [sys.executable, "-m", "slipstream.broker", *settings]
-            environment = {**os.environ, TOKEN_VARIABLE: TOKEN}
-            self._broker = psutil.Popen(command, stdout=log, stderr=log, env=environment)
+            command = [sys.executable, "-m", "slipstream.broker", *settings.split()]
+            self._broker = psutil.Popen(command, stdout=log, stderr=log, env={**os.environ, TOKEN_VARIABLE: TOKEN})
         return self._await_store()
 
     @property

@@ -16,18 +16,11 @@ from tests.tolerance import largest_difference
 
 pytestmark = pytest.mark.slow
 
-SMALL = (
-    "experiment=digits_sft",
-    "prepare=[]",
-    "model.path=tiny",
-    "learner.device=cpu",
-    "learner.optimizer.schedule=constant",
-    "learner.max_steps=6",
-    "learner.checkpoint.every_steps=3",
-    "sft.batch_size=32",
-    "sft.eval_every_steps=3",
-    "sft.eval_rows=100",
-)
+SMALL = [
+    *("experiment=digits_sft", "prepare=[]", "model.path=tiny", "learner.device=cpu"),
+    *("learner.optimizer.schedule=constant", "learner.max_steps=6", "learner.checkpoint.every_steps=3"),
+    *("sft.batch_size=32", "sft.eval_every_steps=3", "sft.eval_rows=100"),
+]
 TWO_RANKS = ("learner.num_ranks=2", "learner/engine=deepspeed_zero2", "learner.tokens_per_microbatch=64")
 
 
