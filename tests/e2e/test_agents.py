@@ -41,19 +41,3 @@ def test_a_synchronous_run_is_exactly_on_policy_over_both_turns(folder: Path):
         assert 1 < row[ANSWERS + "turns_mean"] <= 2
         assert row[ANSWERS + "agent_observation_tokens"] == 1
         assert 0.09 < row[ANSWERS + "part_turns"] < 0.11
-
-
-@pytest.mark.long
-def test_two_turns_go_through_the_whole_pipeline(folder: Path):
-    # With the cache kept, a turn interrupted by an update continues with keys of the previous version.
-    exact = "generators.engine.on_weight_update=recompute_kv"
-    runs.train(folder, "experiment=digits_cpu", "name=whole", "learner.max_steps=8", exact, *AGENT)
-    rows = runs.metrics(folder, "whole")
-    assert len(rows) == 8
-    assert all(row[ANSWERS + "failed_fraction"] == 0 for row in rows)
-    assert all(1 < row[ANSWERS + "turns_mean"] <= 2 for row in rows)
-    # For tokens of the newest weights, the learner and the engine differ only by rounding, in both turns.
-    fresh = [row["learner/by_lag/0/mismatch_max"] for row in rows if "learner/by_lag/0/mismatch_max" in row]
-    assert fresh
-    assert max(fresh) < 1e-3
-    assert runs.summary(folder, "whole")["logprob_diff_max"] < 1e-4

@@ -179,15 +179,6 @@ def test_another_algorithm_and_another_reward_function_train_on_the_same_rollout
     assert column(replay(folder, "exact", rescored + "exact_match"), "reward_mean") != column(stored, "reward_mean")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("engine", ["deepspeed_zero2", "deepspeed_zero3"])
-def test_two_ranks_make_the_weights_of_one(folder: Path, stored: list[dict[str, Any]], engine: str):
-    rows = replay(folder, engine, "learner.num_ranks=2", f"learner/engine={engine}")
-    assert column(rows, "loss") == pytest.approx(column(stored, "loss"), abs=1e-6)
-    one, two = (load_file(folder / f"runs/{name}/final_model/model.safetensors") for name in ("synchronous", engine))
-    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5
-
-
 def test_a_damaged_ledger_is_refused_in_one_sentence_before_a_folder_is_made(
     folder: Path, stored: list[dict[str, Any]]
 ):

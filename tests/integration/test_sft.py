@@ -57,15 +57,6 @@ def train(folder: Path, name: str, *overrides: str) -> dict:
     return load_file(folder / "runs" / name / "final_model" / "model.safetensors")
 
 
-@pytest.mark.long
-def test_two_ranks_make_the_weights_of_one(folder: Path, alone: dict) -> None:
-    assert largest_difference(alone, train(folder, "together", *TWO_RANKS)) < 1e-5
-    rows = [runs.metrics(folder, name) for name in ("alone", "together")]
-    for key in ("learner/loss", "learner/grad_norm", "eval/loss"):
-        one, two = ([row[key] for row in found if key in row] for found in rows)
-        assert two == pytest.approx(one, rel=1e-4), key
-
-
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
