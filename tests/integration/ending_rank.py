@@ -11,7 +11,7 @@ from slipstream.runtime.process import NCCL_ENVIRONMENT
 
 if __name__ == "__main__":
     if sys.argv[1] == "listen":
-        # 20 if no rank of the group, nor its launcher, listens beyond the loopback interface, with a core for each rank.
+        # 20 if no rank of the group, nor its launcher, listens beyond the loopback interface, and each has one core.
         import torch
 
         from slipstream.learner.ranks import join_ranks
