@@ -95,7 +95,7 @@ class Rig:
         """Stop the engine; fails if that is slow or leaves a process."""
         started_at = time.monotonic()
         self.run(self.engine.stop())
-        assert time.monotonic() - started_at < 5
+        assert time.monotonic() - started_at < 10
         assert engine_processes() == []
         self._runner.close()
 

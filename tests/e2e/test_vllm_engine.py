@@ -128,7 +128,7 @@ def test_a_dead_engine_process_fails_every_open_request(tied: Rig):
         tied.run(tied.engine.check_health())
     started = time.monotonic()
     tied.run(tied.engine.stop())
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10
 
 
 def test_a_failed_start_is_an_error_that_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
