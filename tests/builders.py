@@ -81,12 +81,7 @@ def make_run(**overrides: Any) -> RunConfig:
             "engine": {"kind": "scripted"},
             "reward": {"num_workers": 0},
         },
-        "learner": {
-            "prompts_per_step": 2,
-            "max_steps": 4,
-            "engine": {"kind": "torch"},
-            "stall": {"timeout_s": 120.0},
-        },
+        "learner": {"prompts_per_step": 2, "max_steps": 4, "engine": {"kind": "torch"}, "stall": {"timeout_s": 120.0}},
         "evaluation": {"num_prompts": 2, "num_final_prompts": 2},
     }
     merged = _merge(plain, overrides)

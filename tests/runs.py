@@ -36,22 +36,14 @@ from slipstream.observe.run_status import Monitor
 from slipstream.runtime.trace import SPANS
 
 ROOT = Path(__file__).parents[1]
+RANDOM = ("prepare=[]", "model.path=models/digits-random")
 SMALL = (
-    "experiment=digits_cpu",
-    "generators/engine=scripted",
-    "generators.engine.seconds_per_token=0.02",
-    "learner/engine=torch",
-    "prepare=[]",
-    "model.path=models/digits-random",
-    "learner.prompts_per_step=4",
-    "evaluation.stop=null",
-    "learner.checkpoint.every_steps=5",
-    "evaluation.every_steps=0",
-    "evaluation.num_prompts=2",
+    *("experiment=digits_cpu", "generators/engine=scripted", "generators.engine.seconds_per_token=0.02"),
+    *("learner/engine=torch", *RANDOM, "learner.prompts_per_step=4", "evaluation.stop=null"),
+    *("learner.checkpoint.every_steps=5", "evaluation.every_steps=0", "evaluation.num_prompts=2"),
     "evaluation.num_final_prompts=4",
 )
 """Overrides of a run with the scripted engine, a random model and small steps."""
-RANDOM = ("prepare=[]", "model.path=models/digits-random")
 FEW = (
     *("learner.prompts_per_step=4", "evaluation.every_steps=0"),
     *("evaluation.num_prompts=4", "evaluation.num_final_prompts=8"),
@@ -202,11 +194,12 @@ def kill_tree(process: "subprocess.Popen[Any]") -> None:
 class Run:
     """A run under the launcher, observed from outside."""
 
-    def __init__(self, folder: Path, name: str, *overrides: str, base: Sequence[str] = SMALL) -> None:
-        self.name = name
-        self.path = folder / "runs" / name
+    def __init__(
+        self, folder: Path, name: str, *overrides: str, base: Sequence[str] = SMALL, **environment: str
+    ) -> None:
+        self.folder, self.name, self.path = folder, name, folder / "runs" / name
         self._printed = folder / f"{name}.out"
-        self.launcher = start(self._printed, command(*base, f"name={name}", *overrides), folder)
+        self.launcher = start(self._printed, command(*base, f"name={name}", *overrides), folder, **environment)
 
     @property
     def printed(self) -> str:
@@ -219,6 +212,19 @@ class Run:
 
     def log(self, role: str) -> str:
         return (self.path / "logs" / f"{role}.log").read_text()
+
+    def call(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """A command on this run."""
+        return call(command(*words, f"name={self.name}"), self.folder, timeout_s=90)
+
+    def until(self, reached: Callable[[], object], *, timeout_s: float = 120.0) -> None:
+        """Wait for something that the run does before it ends."""
+
+        def is_reached() -> object:
+            assert self.launcher.poll() is None, self.printed[-3000:]
+            return reached()
+
+        until(is_reached, timeout_s=timeout_s, what=f"this, after {self.printed[-3000:]}")
 
     def role(self, module: str) -> psutil.Process:
         """The process that a keeper of the launcher started as `python -m module`."""

@@ -16,8 +16,7 @@ import psutil
 
 from slipstream.buffer.redis.connection import connect
 from tests.chaos.role import Action, Strike
-from tests.chaos.watched.journal import read_journals
-from tests.chaos.watched.points import ask
+from tests.chaos.watched.journal import ask, read_journals
 
 _OBEY_TIMEOUT_S = 20.0
 """Longest wait for a role to reach a point, possibly after a restart."""

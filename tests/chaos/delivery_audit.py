@@ -8,7 +8,7 @@ Rules that depend on time exclude what a strike explains.
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from tests.chaos.evidence import SLACK_S, Evidence, first_acks, genuine
+from tests.chaos.outcome import SLACK_S, Evidence, first_acks, genuine
 from tests.chaos.state_audit import answered_are_never_handed_out, roll_backs_take_all_back
 from tests.chaos.watched.journal import Entry, Life
 

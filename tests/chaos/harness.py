@@ -14,10 +14,8 @@ from tests import runs
 from tests.chaos import state_audit
 from tests.chaos.acts import Acts
 from tests.chaos.delivery_audit import find_delivery_problems
-from tests.chaos.evidence import Evidence, Times
-from tests.chaos.guard import start_guard
-from tests.chaos.outcome import Outcome, Stored, find_problems, read_archive, read_lineage
-from tests.chaos.processes import ColdProcess, Process, StoreProcess, WarmProcess
+from tests.chaos.outcome import Evidence, Outcome, Stored, Times, find_problems, read_archive, read_lineage
+from tests.chaos.processes import ColdProcess, Process, StoreProcess, WarmProcess, start_guard
 from tests.chaos.role import Progress, Role, Strike, draw_strikes
 from tests.chaos.stage import ALLOWED_REFUSALS, NAME, PEER_TIMEOUT_S, Stage
 from tests.chaos.watched.journal import Journal, read_journals

@@ -29,7 +29,7 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.configs.base import Record
 from tests import runs
 from tests.chaos import matrix_runs
-from tests.chaos.matrix_runs import LaunchedRun, LightRun, Loss, Scene, can_mount, mount, read_books
+from tests.chaos.matrix_runs import LaunchedRun, LightRun, Loss, can_mount, mount, read_books
 from tests.runs import ROOT, processes_of
 
 _PAGE = Path("docs/reliability.md")
@@ -262,7 +262,7 @@ def play_matrix(*, only: str, write: bool) -> int:
     return 0 if results and all(result.is_sound for result in results) else 1
 
 
-def _play_scene(make: Callable[[Path, int], Scene], rows: Sequence[Row], console: Console) -> list[Result]:
+def _play_scene(make: Callable[[Path, int], Any], rows: Sequence[Row], console: Console) -> list[Result]:
     """Play rows on one run; start another run after a row that the run does not recover from."""
     results: list[Result] = []
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
@@ -285,7 +285,7 @@ def _play_scene(make: Callable[[Path, int], Scene], rows: Sequence[Row], console
     return [*results, end, *(_play_scene(make, later, console) if later else [])]
 
 
-def _play(row: Row, run: Scene) -> Result:
+def _play(row: Row, run: Any) -> Result:
     if row.needs_mounts and not can_mount():
         return Result(row.name, "skipped: only root can mount a disk of its own")
     before = run.step
@@ -312,7 +312,7 @@ def _play(row: Row, run: Scene) -> Result:
     return Result(row.name, "; ".join(parts), loss, run.take_leftovers(), next_step_s)
 
 
-def _close(run: Scene, *, name: str) -> Result:
+def _close(run: Any, *, name: str) -> Result:
     try:
         return Result(name, "audited", run.close(), run.take_leftovers())
     except (ReplayBufferError, OSError, psutil.Error) as error:

@@ -33,14 +33,8 @@ _NAME = "matrix"
 _SETTINGS = (
     *(word for word in SMALL if not word.startswith("generators")),
     # Not the scripted engine, because its answers are not samples of the policy, and a guest would be expelled.
-    "generators/engine=hf",
-    "model.path=models/tiny",
-    "model.lora.rank=4",
-    "broker.shards=2",
-    "generators.count=2",
-    "learner.prompts_per_step=16",
-    "cluster.untrusted_generators.names=[guest]",
-    "learner.max_steps=100000",
+    *("generators/engine=hf", "model.path=models/tiny", "model.lora.rank=4", "broker.shards=2", "generators.count=2"),
+    *("learner.prompts_per_step=16", "cluster.untrusted_generators.names=[guest]", "learner.max_steps=100000"),
     f"name={_NAME}",
 )
 _DIGITS = ("--task=reverse", "--digits=5", "--out=data/digits")
@@ -80,14 +74,25 @@ class Loss(Record):
     problems: list[str] = []
 
 
-class LaunchedRun:
+class Scene:
+    """A run in which failures are caused. Life: start -> (failure -> revive -> wait -> read_books)* -> close."""
+
+    def __init__(self) -> None:
+        self._left: list[str] = []
+
+    def take_leftovers(self) -> list[str]:
+        left, self._left = self._left, []
+        return left
+
+
+class LaunchedRun(Scene):
     """A run under `run_async.py`, observed from outside."""
 
     def __init__(self, folder: Path, _: int) -> None:
+        super().__init__()
         self.folder = folder
         self.path = folder / "runs" / _NAME
         self.launcher: subprocess.Popen[bytes] | None = None
-        self._left: list[str] = []
         self._guest: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -187,10 +192,6 @@ class LaunchedRun:
         self._left += [f"process {each.pid}: {' '.join(each.cmdline()[:4])}" for each in processes_of(self.folder)]
         runs.kill_processes_of(self.folder)
 
-    def take_leftovers(self) -> list[str]:
-        left, self._left = self._left, []
-        return left
-
     def close(self) -> Loss:
         """Resume the run, let it finish, and audit it. Files that remain afterwards count as left behind."""
         self.stop()
@@ -220,12 +221,13 @@ class LaunchedRun:
                     subprocess.run(["umount", "-l", self.folder / name], check=False)
 
 
-class LightRun:
+class LightRun(Scene):
     def __init__(self, folder: Path, num_rows: int) -> None:
+        super().__init__()
         stage = Stage(folder, seed=0, steps=max(12, 4 * num_rows), pace=PACES["light"])
         self.harness = Harness(stage, num_generators=3, is_cold=False)
         self.acts = Acts(self.harness, seed=0)
-        self._left: list[str] = []
+        self.wait = self.harness.poll_until
 
     def start(self) -> None:
         self.harness.stage.build()
@@ -234,9 +236,6 @@ class LightRun:
     @property
     def step(self) -> int:
         return self.harness.newest_step
-
-    def wait(self, is_met: Callable[[], bool], *, timeout_s: float) -> bool:
-        return self.harness.poll_until(is_met, timeout_s=timeout_s)
 
     def revive(self) -> str:
         return ""
@@ -251,10 +250,6 @@ class LightRun:
 
     def open_store(self) -> RedisStore:
         return open_run_store(self.harness.stage.store.url, CHAOS_NAME, timeout_s=END_TIMEOUT_S)
-
-    def take_leftovers(self) -> list[str]:
-        left, self._left = self._left, []
-        return left
 
     def close(self) -> Loss:
         try:
@@ -286,7 +281,3 @@ def can_mount() -> bool:
 
 def mount(*words: str | Path) -> None:
     subprocess.run(["mount", *words], check=True)
-
-
-Scene = LaunchedRun | LightRun
-"""A run in which failures are caused. Life: start -> (failure -> revive -> wait -> read_books)* -> close."""

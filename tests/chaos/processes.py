@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,12 @@ import psutil
 
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.runtime.process import LAUNCHER_VARIABLE
+from tests.runs import ROOT, kill_processes_of
 
-_ROOT = Path(__file__).parents[2]
 _PRELOADED = [
-    "slipstream.broker.__main__",
-    "slipstream.broker.weights.collective",
-    "slipstream.generators.__main__",
-    "slipstream.generators.build",
-    "slipstream.learner.build",
-    "slipstream.scripts.init_random_model",
-    "tests.chaos.harness",
-    "tests.chaos.relay",
-    "tests.chaos.scripted_learner",
-    "tests.chaos.watched.broker",
+    *("slipstream.broker.__main__", "slipstream.broker.weights.collective", "slipstream.generators.__main__"),
+    *("slipstream.generators.build", "slipstream.learner.build", "slipstream.scripts.init_random_model"),
+    *("tests.chaos.harness", "tests.chaos.relay", "tests.chaos.scripted_learner", "tests.chaos.watched.broker"),
     "tests.chaos.watched.generator",
 ]
 
@@ -110,7 +104,7 @@ class ColdProcess(Process):
 
     def start(self) -> None:
         self._is_group_killed = False
-        environment = os.environ | {LAUNCHER_VARIABLE: str(os.getpid()), "PYTHONPATH": str(_ROOT)}
+        environment = os.environ | {LAUNCHER_VARIABLE: str(os.getpid()), "PYTHONPATH": str(ROOT)}
         with self._log.open("ab") as log:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             self._process = subprocess.Popen(
@@ -147,3 +141,31 @@ class StoreProcess(Process):
             return self._process.wait(timeout_s) or 0
         except psutil.TimeoutExpired:
             return None
+
+
+_ROUNDS, _GAP_S = 5, 0.2
+"""More than one round: a role that is dying may still start a process."""
+
+
+def start_guard(folder: Path) -> "subprocess.Popen[bytes]":
+    """Start the guard of a folder, in a session of its own; its end is `guard.stdin.close()`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.chaos.processes", str(folder)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        # Not the harness's output, because its reader waits until every process has closed it.
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def main(folder: Path) -> None:
+    sys.stdin.buffer.read()
+    for _ in range(_ROUNDS):
+        kill_processes_of(folder)
+        time.sleep(_GAP_S)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

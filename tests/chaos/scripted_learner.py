@@ -46,8 +46,7 @@ from slipstream.runtime.run_folder import RunFolder
 from tests.chaos.outcome import Trained, pack_lineage, read_lineage, samples_of
 from tests.chaos.stage import HOLD_FILE, JOURNALS, MEAN_STEP_S, POINTS
 from tests.chaos.watched.channel import WatchedChannel
-from tests.chaos.watched.journal import Journal, content_of
-from tests.chaos.watched.points import Points
+from tests.chaos.watched.journal import Journal, Points, content_of
 from tests.chaos.watched.store import WatchedStore
 
 _JOIN_TIMEOUT_S = 120.0

@@ -63,12 +63,9 @@ class Pace(Record):
 PACES: dict[EngineKind, Pace] = {
     "light": Pace(
         engine=[
-            "generators/engine=scripted",
-            "generators.engine.tokens_per_response=4",
-            "generators.engine.seconds_per_token=0.1",
-            "generators.sampling.max_tokens=40",
-            "generators.max_concurrency=64",
-            "buffer/filter=zero_advantage",
+            *("generators/engine=scripted", "generators.engine.tokens_per_response=4"),
+            *("generators.engine.seconds_per_token=0.1", "generators.sampling.max_tokens=40"),
+            *("generators.max_concurrency=64", "buffer/filter=zero_advantage"),
             # One group suffices, so that about one row in ten is excluded at any time.
             "data.curriculum={min_answers: 4}",
         ],
@@ -136,28 +133,18 @@ class Stage:
     @property
     def settings(self) -> list[str]:
         # Short times, so that peers and leases also lapse.
-        lapse_after_s, max_lag = self.pace.lapse_after_s, self.pace.max_lag
-        transfer_timeout_s = self.pace.transfer_timeout_s or lapse_after_s
-        return [
-            *(
-                "experiment=digits_cpu",
-                self.address,
-                f"name={NAME}",
-                f"seed={self.seed}",
-                "resume=true",
-                "prepare=[]",
-                "model.path=models/tiny",
-            ),
-            *("data.train=data/train.parquet", "data.eval=data/heldout.parquet"),
-            *("buffer/store=redis", f"buffer.store.url='{self.store.url}'"),
-            f"broker.lease_s={lapse_after_s}",
-            *(f"broker.peer_timeout_s={PEER_TIMEOUT_S}", f"weights.transfer_timeout_s={transfer_timeout_s}"),
-            *(*self.pace.engine, f"generators.group_size={GROUP_SIZE}", f"staleness.max_lag={max_lag}"),
-            *("learner/engine=torch", f"learner.prompts_per_step={self.pace.prompts_per_step}"),
-            *(f"learner.max_steps={self.steps}", "evaluation.stop=null"),
-            *("learner.checkpoint.every_steps=5", "learner.checkpoint.keep=1"),
-            *("evaluation.every_steps=0", "evaluation.num_prompts=2", "evaluation.num_final_prompts=4"),
-        ]
+        pace, lapse_after_s = self.pace, self.pace.lapse_after_s
+        settings = f"""
+            experiment=digits_cpu {self.address} name={NAME} seed={self.seed} resume=true prepare=[]
+            model.path=models/tiny data.train=data/train.parquet data.eval=data/heldout.parquet
+            buffer/store=redis buffer.store.url='{self.store.url}'
+            broker.lease_s={lapse_after_s} broker.peer_timeout_s={PEER_TIMEOUT_S}
+            weights.transfer_timeout_s={pace.transfer_timeout_s or lapse_after_s} staleness.max_lag={pace.max_lag}
+            generators.group_size={GROUP_SIZE} learner/engine=torch learner.prompts_per_step={pace.prompts_per_step}
+            learner.max_steps={self.steps} learner.checkpoint.every_steps=5 learner.checkpoint.keep=1
+            evaluation.stop=null evaluation.every_steps=0 evaluation.num_prompts=2 evaluation.num_final_prompts=4
+        """
+        return [*settings.split(), *pace.engine]
 
     def build(self) -> None:
         """Make task, model and folders. Raises RuntimeError with the last line of the log."""

@@ -11,7 +11,7 @@ import redis
 
 from slipstream.buffer.codec import decode
 from slipstream.buffer.records import CheckpointPointer, StepEntry
-from tests.chaos.evidence import Evidence, first_acks, genuine
+from tests.chaos.outcome import Evidence, first_acks, genuine
 from tests.chaos.watched.journal import Life
 
 _READ = """

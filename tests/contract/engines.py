@@ -2,13 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any, Literal, TypeVar
 
 import msgspec
 import psutil
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,13 +26,13 @@ from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, Vll
 from slipstream.generators.engines.engine import Completion, Engine
 from slipstream.generators.engines.hf_engine import HfEngine
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.runtime.lora import adapter_parameters
 from tests.tiny_model import make_tiny_model, make_tiny_module
 from tests.unit.broker.weight_versions import announce
 
 T = TypeVar("T")
 
-PATIENCE_S = 20.0
 END = 1
 VOCABULARY_SIZE = 41
 MAX_LENGTH = 112
@@ -93,7 +95,7 @@ class Rig:
         """Stop the engine; fails if that is slow or leaves a process."""
         started_at = time.monotonic()
         self.run(self.engine.stop())
-        assert time.monotonic() - started_at < 5
+        assert time.monotonic() - started_at < 10
         assert engine_processes() == []
         self._runner.close()
 
@@ -134,14 +136,24 @@ class Rig:
         )
 
 
+@contextmanager
+def started(kind: str, folder: Path, *, vllm: VllmEngineConfig = VLLM_CONFIG, **options: Any) -> Iterator[Rig]:
+    """A rig, with the environment that vLLM needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in engine_environment(vllm).items() if kind == "vllm" else ():
+            patch.setenv(name, value)
+        rig = Rig(kind, folder, vllm=vllm, **options)
+        yield rig
+        rig.close()
+
+
 def engine_processes() -> list[psutil.Process]:
     """vLLM's processes among the descendants of this one."""
     return [child for child in psutil.Process().children(recursive=True) if "VLLM" in child.name()]
 
 
 def make_sampling(seed: int = 0, **changes: Any) -> Sampling:
-    fields = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 12, "seed": seed}
-    return Sampling(**(fields | changes))
+    return Sampling(**({"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 12, "seed": seed} | changes))
 
 
 @torch.inference_mode()

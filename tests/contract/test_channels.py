@@ -493,7 +493,7 @@ def test_closing_is_bounded_without_a_server(sockets: ZmqWire) -> None:
         client.send([b"x"])
     started = time.monotonic()
     client.close()
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < TIMEOUT_S / 2
 
 
 def test_channels_leave_no_threads_and_no_files_behind(sockets: ZmqWire) -> None:
@@ -519,7 +519,7 @@ def test_a_single_thread_never_blocks() -> None:
     started = time.monotonic()
     assert server.receive(timeout_s=TIMEOUT_S) is None
     assert client.receive(timeout_s=TIMEOUT_S) is None
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < TIMEOUT_S / 2
 
 
 class LateEvent(threading.Event):

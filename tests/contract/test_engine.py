@@ -10,15 +10,14 @@ import torch
 from slipstream.broker.errors import WeightTransferError
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.generators.engines.engine import Completion, EngineLoad
-from slipstream.generators.engines.vllm.environment import engine_environment
 from tests.contract.engines import (
     END,
-    VLLM_CONFIG,
     VOCABULARY_SIZE,
     Rig,
     make_sampling,
     reference_logits,
     reference_logprobs,
+    started,
 )
 from tests.tiny_model import make_tiny_module, make_tokenizer
 
@@ -29,13 +28,8 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module", params=["scripted", "hf", pytest.param("vllm", marks=pytest.mark.slow)])
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "vllm":
-            for name, value in engine_environment(VLLM_CONFIG).items():
-                patch.setenv(name, value)
-        opened = Rig(request.param, tmp_path_factory.mktemp(request.param))
+    with started(request.param, tmp_path_factory.mktemp(request.param)) as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ from transformers import Qwen2ForCausalLM
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.configs.data import LoraConfig
-from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.runtime.lora import adapter_parameters, attach_adapter
-from tests.contract.engines import VLLM_CONFIG, Rig, make_sampling, reference_logits, reference_logprobs
+from tests.contract.engines import Rig, make_sampling, reference_logits, reference_logprobs, started
 from tests.tiny_model import make_tiny_module
 
 LORA = LoraConfig(rank=5, alpha=7.0)
@@ -32,13 +31,8 @@ def make_policy(seed: int, *, lora: LoraConfig = LORA) -> Qwen2ForCausalLM:
 
 @pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "vllm":
-            for name, value in engine_environment(VLLM_CONFIG).items():
-                patch.setenv(name, value)
-        opened = Rig(request.param, tmp_path_factory.mktemp(request.param), lora=LORA)
+    with started(request.param, tmp_path_factory.mktemp(request.param), lora=LORA) as opened:
         yield opened
-        opened.close()
 
 
 def publish(rig: Rig, module: Qwen2ForCausalLM, **options: bool) -> None:

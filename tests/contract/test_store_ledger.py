@@ -9,11 +9,29 @@ import pytest
 
 from slipstream.broker.archiver import Archiver
 from slipstream.buffer.archive.archive import Archive, whole_ledger
+from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import StaleFenceError, StoreUnavailableError
 from slipstream.buffer.records import StepEntry, VersionEntry
 from slipstream.buffer.redis import store as redis_store
-from slipstream.configs.buffer import ArchiveConfig
-from tests.contract.stores import AnyStore, check_state, checkpoint, claim, commit, entry_of, make_ready, open_run
+from slipstream.buffer.redis.connection import connect
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.sampling import Sample, SamplingRules
+from slipstream.configs.buffer import ArchiveConfig, FreshestConfig
+from tests.builders import make_finished
+from tests.contract.stores import (
+    GROUP_SIZE,
+    AnyStore,
+    audit,
+    check_state,
+    checkpoint,
+    claim,
+    commit,
+    entry_of,
+    lease,
+    make_ready,
+    open_run,
+    shared_server,
+)
 
 STEPS = 5
 
@@ -166,3 +184,54 @@ def test_a_failure_to_write_the_ledger_leaves_the_steps_in_the_store(store, arch
     with pytest.raises(OSError, match=r"No space left|Invalid argument"):
         archiver.flush()
     assert store.ledger() == entries
+
+
+GROUPS = [make_finished(group_id) for group_id in ("5", "2", "9")]
+
+
+@pytest.fixture
+def loaded(request: pytest.FixtureRequest) -> Iterator[RedisStore]:
+    with RedisStore(connect(shared_server().url), f"loaded-{request.node.name}") as opened:
+        yield open_run(opened)
+        audit(opened.counts())
+        assert opened.audit().is_sound
+
+
+def test_groups_are_claimed_in_the_order_loaded_and_prompts_between_them_never_leased(loaded: RedisStore):
+    loaded.load(GROUPS, samples={})
+    taken = claim(loaded, 1, 2)
+    assert taken.group_ids == ["5", "2"]
+    assert [[unpack(payload).index for payload in group] for group in loaded.fetch(["2"])] == [[0, 1]]
+    commit(loaded, taken)
+    assert checkpoint(loaded, 1) == 2
+    counts = loaded.counts()
+    assert (counts.admitted, counts.ready, counts.accepted) == (3, 1, 3 * GROUP_SIZE)
+    assert counts.payload_bytes == sum(map(len, GROUPS[2].payloads)), "what is retired is gone"
+    assert [each.ordinal for each in lease(loaded, 1)] == [10]
+
+
+def test_a_planned_step_claims_its_groups_under_any_rules(loaded: RedisStore):
+    loaded.load(GROUPS, samples={1: Sample(["9", "5"], weights=[1.0, 2.0], reused=[False, False])})
+    taken = claim(loaded, 1, 1, rules=SamplingRules(FreshestConfig()))
+    assert (taken.group_ids, taken.weights) == (["9", "5"], [1.0, 2.0])
+    commit(loaded, taken)
+    assert claim(loaded, 2, 1).group_ids == ["2"]
+
+
+def test_groups_that_several_steps_take_stay_until_the_last(loaded: RedisStore):
+    loaded.load(GROUPS, samples={step: Sample(["9"], weights=[1.0], reused=[step > 1]) for step in (1, 2)})
+    for step in (1, 2):
+        commit(loaded, claim(loaded, step, 1))
+        checkpoint(loaded, step)
+    assert loaded.counts().outcomes == {"retired": 1}
+
+
+def test_of_a_long_ledger_only_the_steps_that_are_asked_for_are_read(loaded: RedisStore):
+    loaded.load(GROUPS, samples={})
+    for step in (1, 2, 3):
+        commit(loaded, claim(loaded, step, 1))
+    ledger, key = loaded.ledger(), loaded._key("ledger")
+    first = loaded._client.hget(key, 1)
+    loaded._client.hset(key, 1, b"not read")
+    assert loaded.ledger(first_step=2) == ledger[1:]
+    loaded._client.hset(key, 1, first)

@@ -88,10 +88,7 @@ def copied(engine):
     return {name: tensor.clone() for name, tensor in engine.gather_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [*itertools.product(ENGINES, SETTINGS), ("zero-0", "muon")],
-)
+@pytest.mark.parametrize(("name", "settings"), [*itertools.product(ENGINES, SETTINGS), ("zero-0", "muon")])
 def test_three_steps_give_the_losses_and_weights_of_plain_torch(tmp_path, name, settings):
     engine, settings = ENGINES[name], (SETTINGS | {"muon": MUON})[settings]
 

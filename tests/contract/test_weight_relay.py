@@ -1,14 +1,17 @@
 """Generators lend versions: the learner serves few of them, and the weights are right whatever a lender does."""
 
+import multiprocessing
+import os
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,19 +28,21 @@ from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.snapshots import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.learner.publishing.fetches import Lenders, MemberTable
-from tests import runs
 from tests.contract.test_channels import eventually
 from tests.fakes import KEYS, FakeClock
-from tests.integration.lender_process import COLUMNS
 from tests.unit.broker.weight_versions import make_version
 
 TIMEOUT_S = 30.0
+COLUMNS = 2**18
+"""Columns of a big scene: three buckets of 2 MiB, 8 chunks each."""
 NUM_BYTES = 3 * 32 * 1024
 FAN_OUT = 4
 
 
 class Scene:
     """A learner that serves versions, each with a hundred more changed weights, and generators that lend them on."""
+
+    has_deltas = True
 
     def __init__(
         self, folder: Path, *, num_columns: int = 4096, make_store: Callable[[Path], SnapshotStore] = SnapshotStore
@@ -61,19 +66,21 @@ class Scene:
         self.fetchers.append(Fetcher(KEYS, lend_at=address, host_weights=weights))
         return self.fetchers[-1]
 
-    def order(self, version: int, *lenders: str, is_lent: bool = False, timeout_s: float = TIMEOUT_S) -> Update:
+    def order(
+        self, version: int, *lenders: str, is_lent: bool = False, timeout_s: float = TIMEOUT_S, folder: object = "/no"
+    ) -> Update:
+        """`folder`: where the learner's versions are seen, if they are."""
         update, packed = self.version(version)
-        source = SnapshotSource(self.server.address, "/not/shared", True, list(lenders), is_lent)
-        return msgspec.structs.replace(
-            update, source=source, timeout_s=timeout_s, digests=[digest(bucket) for bucket in packed]
-        )
+        source = SnapshotSource(self.server.address, str(folder), self.has_deltas, list(lenders), is_lent)
+        digests = [digest(bucket) for bucket in packed]
+        return msgspec.structs.replace(update, source=source, timeout_s=timeout_s, digests=digests)
 
-    def begin(self, fetcher: Fetcher, version: int, *lenders: str, **order: bool | float) -> "Future[int]":
+    def begin(self, fetcher: Fetcher, version: int, *lenders: str, **order: Any) -> "Future[int]":
         """Fetch in a thread; the result is the number of bytes read."""
         return self.threads.submit(self.fetch, fetcher, version, *lenders, **order)
 
-    def fetch(self, fetcher: Fetcher, version: int, *lenders: str, **order: bool | float) -> int:
-        fetched = fetcher.fetch(self.order(version, *lenders, **order), cancelled=self.cancelled)  # type: ignore[arg-type]
+    def fetch(self, fetcher: Fetcher, version: int, *lenders: str, **order: Any) -> int:
+        fetched = fetcher.fetch(self.order(version, *lenders, **order), cancelled=self.cancelled)
         packed = self.version(version)[1]
         assert all(torch.equal(got, expected) for got, expected in zip(fetched.tensors, packed, strict=True))
         return fetcher.num_bytes
@@ -88,9 +95,8 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
-    made = Scene(tmp_path)
-    yield made
-    made.close()
+    with closing(Scene(tmp_path)) as made:
+        yield made
 
 
 def fetch_as_planned(scene: Scene, version: int, *, by_delta: bool) -> list[int]:
@@ -142,14 +148,13 @@ def test_a_bucket_is_lent_on_before_the_next_one_has_arrived(scene: Scene) -> No
     gate, passed = Event(), Event()
 
     class Gated(HostWeights):
-        def _read_bucket(self, files, version, index, *, deadline):  # type: ignore[no-untyped-def]
-            if index == 2:
-                assert gate.wait(TIMEOUT_S)
-            super()._read_bucket(files, version, index, deadline=deadline)
+        def _read_bucket(self, files, version, index, **deadline):
+            assert index != 2 or gate.wait(TIMEOUT_S)
+            super()._read_bucket(files, version, index, **deadline)
 
     class Watched(HostWeights):
-        def _read_bucket(self, files, version, index, *, deadline):  # type: ignore[no-untyped-def]
-            super()._read_bucket(files, version, index, deadline=deadline)
+        def _read_bucket(self, files, version, index, **deadline):
+            super()._read_bucket(files, version, index, **deadline)
             if index == 1:
                 passed.set()
 
@@ -173,20 +178,17 @@ def test_a_lender_over_a_slow_link_is_not_taken_for_one_that_hangs(
 
     # Less than the 0.8 s of a bucket, more than the 0.1 s of a chunk.
     monkeypatch.setattr(fetcher_module, "_GIVE_UP_S", 0.5)
-    scene = Scene(tmp_path, num_columns=COLUMNS, make_store=SlowStore)
-    try:
+    with closing(Scene(tmp_path, num_columns=COLUMNS, make_store=SlowStore)) as scene:
         scene.publish(1)
-        lenders = [scene.join(), scene.join()]
-        last, size = scene.join(), sum(scene.version(1)[0].bucket_bytes)
+        first, second, last = (scene.join() for _ in range(3))
+        size = sum(scene.version(1)[0].bucket_bytes)
         underway = [
-            scene.begin(lenders[0], 1, is_lent=True),
-            scene.begin(lenders[1], 1, lenders[0].lends_at, is_lent=True),
-            scene.begin(last, 1, lenders[1].lends_at),
+            scene.begin(first, 1, is_lent=True),
+            scene.begin(second, 1, first.lends_at, is_lent=True),
+            scene.begin(last, 1, second.lends_at),
         ]
         assert [each.result(TIMEOUT_S) for each in underway] == [size] * 3
         assert scene.server.num_bytes == size
-    finally:
-        scene.close()
 
 
 class Liar(HostWeights):
@@ -291,24 +293,37 @@ def test_a_lender_gets_half_of_the_time(scene: Scene) -> None:
 
 @pytest.fixture
 def big(tmp_path: Path) -> Iterator[Scene]:
-    made = Scene(tmp_path, num_columns=COLUMNS)
-    made.publish(1)
-    yield made
-    made.close()
+    with closing(Scene(tmp_path, num_columns=COLUMNS)) as made:
+        made.publish(1)
+        yield made
+
+
+class SlowWeights(HostWeights):
+    def read_part(self, *arguments: Any, **named: Any) -> bytes:
+        time.sleep(0.05)
+        return super().read_part(*arguments, **named)
+
+
+def lend_slowly(pipe: Connection, learner: str, address: str) -> None:
+    """A lender in another process: fetches version 1, then lends a chunk every 50 ms."""
+    fetcher = Fetcher(KEYS, lend_at=address, host_weights=SlowWeights())
+    update, _ = make_version(1, num_columns=COLUMNS)
+    source = SnapshotSource(learner, "/not/shared", is_lent=True)
+    fetcher.fetch(msgspec.structs.replace(update, source=source), cancelled=Event())
+    pipe.send("lends")
+    time.sleep(TIMEOUT_S)
 
 
 @pytest.fixture
-def lender(big: Scene) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.integration.lender_process", big.server.address, address_of(big)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, cwd=runs.ROOT, **pipes)  # type: ignore[call-overload]
-    killer = threading.Timer(TIMEOUT_S, process.kill)
-    killer.start()
-    assert any(line == "lends\n" for line in process.stdout)
+def lender(big: Scene) -> Iterator[BaseProcess]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=lend_slowly, args=(theirs, big.server.address, address_of(big)), daemon=True)
+    process.start()
+    assert ours.poll(TIMEOUT_S)
     yield process
-    killer.cancel()
     process.kill()
-    process.wait()
+    process.join()
 
 
 def address_of(scene: Scene) -> str:
@@ -321,12 +336,7 @@ def address_of(scene: Scene) -> str:
     [(signal.SIGKILL, 10.0, "no process listens there now"), (signal.SIGSTOP, 0.5, "then nothing more in time")],
 )
 def test_a_lender_killed_or_stopped_in_mid_transfer_is_replaced_by_the_learner(
-    big: Scene,
-    lender: "subprocess.Popen[str]",
-    monkeypatch: pytest.MonkeyPatch,
-    how: signal.Signals,
-    give_up_s: float,
-    reason: str,
+    big: Scene, lender: BaseProcess, monkeypatch: pytest.MonkeyPatch, how: signal.Signals, give_up_s: float, reason: str
 ) -> None:
     monkeypatch.setattr(fetcher_module, "_GIVE_UP_S", give_up_s)
     weights = HostWeights()
@@ -334,7 +344,7 @@ def test_a_lender_killed_or_stopped_in_mid_transfer_is_replaced_by_the_learner(
     before = big.server.num_bytes
     underway = big.begin(fetcher, 1, address_of(big))
     assert eventually(lambda: weights.num_bytes >= size // 3)
-    lender.send_signal(how)
+    os.kill(lender.pid, how)
     assert underway.result(TIMEOUT_S) == size
     (error,) = fetcher.lender_errors
     assert not error.is_altered

@@ -160,7 +160,7 @@ def test_the_waits_of_a_receiver_for_an_epoch_and_a_broadcast_are_bounded(group:
     group.open_epoch(1, members=[0])
     with pytest.raises(WeightTransferError, match="weight epoch 1"):
         group.receivers[0].receive(announce([], [64], [0], timeout_s=0.3), cancelled=Event())
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < TIMEOUT_S / 2
 
 
 def test_a_missing_member_is_named_to_all_others(group: Group) -> None:
@@ -173,7 +173,7 @@ def test_a_missing_member_is_named_to_all_others(group: Group) -> None:
         for join in joins:
             with pytest.raises(WeightTransferError, match="rank 2 did not arrive"):
                 join.result(TIMEOUT_S)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < TIMEOUT_S / 2
     group.open_epoch(2, members=[0, 2])
     assert_same(group.update(make_weights(), members=[0, 2])[1], make_weights())
 
@@ -184,7 +184,7 @@ def test_a_late_member_fails_at_once(group: Group) -> None:
     started = time.monotonic()
     with pytest.raises(WeightTransferError, match="rank 1 did not arrive in time"):
         group.receivers[0].open_epoch(group.opening(1, num_members=1), rank=1)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < TIMEOUT_S / 2
 
 
 def test_an_unreachable_learner_is_an_error_at_once(group: Group) -> None:
@@ -193,7 +193,7 @@ def test_an_unreachable_learner_is_an_error_at_once(group: Group) -> None:
     started = time.monotonic()
     with pytest.raises(WeightTransferError, match=r"reach the learner's rendezvous store at 127\.0\.0\.1"):
         group.receivers[0].open_epoch(opening, rank=1)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < TIMEOUT_S / 2
 
 
 def test_a_member_that_leaves_fails_the_broadcast_for_all(group: Group) -> None:

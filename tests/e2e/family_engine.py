@@ -73,11 +73,8 @@ def run(
             outcomes.append(apply(weights, names, update, dtype=dtype))
             llm.engine_core.engine_core.reset_encoder_cache()
             found.append(logprobs(llm, prompt))
-        return {
-            "architecture": type(weights.model_runner.get_model()).__name__,
-            "logprobs": found,
-            "outcomes": outcomes,
-        }
+        architecture = type(weights.model_runner.get_model()).__name__
+        return {"architecture": architecture, "logprobs": found, "outcomes": outcomes}
     finally:
         llm.engine_core.shutdown()
         weights = llm = None

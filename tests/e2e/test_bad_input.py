@@ -1,6 +1,7 @@
 """Bad input to the real commands: one error message, an exit code, nothing lost, nothing left running."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -46,28 +47,46 @@ def assert_ends_with_one_sentence(done: subprocess.CompletedProcess[str], folder
     runs.assert_none_left(folder)
 
 
-# One setting of each kind: unit tests cover all forms.
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("learner.max_step=3", ("learner.max_step", "learner.max_steps")),
-        ("experiment=digits_gpu", ("experiment=digits_gpu", "experiment=digits_cpu")),
-        ("algorithm/advantage=win_rate", ("algorithm.policy_loss=sppo", "policy_loss=ppo_clip")),
-        ("model.path=data/digits", ("model.path", "data/digits", "no config.json")),
-        ("data.max_prompt_tokens=2", ("data.max_prompt_tokens",)),
-        ("data.eval=data/unscored.parquet", ("data/unscored.parquet", "`reward_model`")),
-        ("generators.reward.function=bad_rewards:raise", ("generators.reward.function", "Did you mean 'raises'")),
-        ("broker.address=tcp://0.0.0.0:5757", ("broker.address", "loopback")),
-        (
-            "prepare=[{creates: data/never, module: slipstream.scripts.make_digits_data, args: ['--task=nonsense']}]",
-            ("slipstream.scripts.make_digits_data --task=nonsense", "data/never"),
-        ),
-    ],
-)
+WRONG = {
+    "learner.max_step=3": ("learner.max_step", "learner.max_steps"),
+    "experiment=digits_gpu": ("experiment=digits_gpu", "experiment=digits_cpu"),
+    "algorithm/advantage=win_rate": ("algorithm.policy_loss=sppo", "policy_loss=ppo_clip"),
+    "model.path=data/digits": ("model.path", "data/digits", "no config.json"),
+    "data.max_prompt_tokens=2": ("data.max_prompt_tokens",),
+    "data.eval=data/unscored.parquet": ("data/unscored.parquet", "`reward_model`"),
+    "generators.reward.function=bad_rewards:raise": ("generators.reward.function", "Did you mean 'raises'"),
+    "broker.address=tcp://0.0.0.0:5757": ("broker.address", "loopback"),
+    "prepare=[{creates: data/never, module: slipstream.scripts.make_digits_data, args: ['--task=nonsense']}]": (
+        *("slipstream.scripts.make_digits_data --task=nonsense", "data/never"),
+    ),
+}
+"""One setting of each kind, and words of its error: unit tests cover all forms."""
+ONE_BY_ONE = """
+import os, sys
+import slipstream.launch.run
+from slipstream.cli import main
+for override in sys.argv[2:]:
+    if (pid := os.fork()) == 0:
+        sys.exit(main([*sys.argv[1].split(), override]))
+    print(f"exit code {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}", file=sys.stderr, flush=True)
+"""
+"""The program has its imports once, and a process for each override."""
+
+
+@pytest.fixture(scope="module")
+def wrong(folder: Path) -> dict[str, subprocess.CompletedProcess[str]]:
+    command = [sys.executable, "-c", ONE_BY_ONE, " ".join((*SMALL, "name=wrong")), *WRONG]
+    done = runs.call(command, folder, PYTHONPATH=str(runs.ROOT))
+    *parts, _ = re.split(r"^exit code (-?\d+)\n", done.stderr, flags=re.MULTILINE)
+    ends = [subprocess.CompletedProcess([], int(code), "", text) for text, code in zip(*[iter(parts)] * 2, strict=True)]
+    return dict(zip(WRONG, ends, strict=True))
+
+
+@pytest.mark.parametrize("override", WRONG)
 def test_a_wrong_setting_is_found_before_anything_starts_and_the_name_stays_free(
-    folder: Path, override: str, words: tuple[str, ...]
+    folder: Path, wrong: dict[str, subprocess.CompletedProcess[str]], override: str
 ) -> None:
-    assert_ends_with_one_sentence(launch(folder, "wrong", override), folder, *words)
+    assert_ends_with_one_sentence(wrong[override], folder, *WRONG[override])
     assert not (folder / "runs" / "wrong").exists()
 
 

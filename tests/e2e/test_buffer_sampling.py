@@ -73,12 +73,8 @@ def test_a_curriculum_skips_and_counts_prompts_that_are_always_or_never_right(fo
     rules = ("data.curriculum.explore=0", "data.curriculum.low=0.05", "data.curriculum.high=0.95")
     few = ("data.train=twelve.parquet", "learner.max_steps=8", "staleness.max_lag=0")
     # Too low a rate to learn from the odd tokens, so prompts that are right half the time stay so.
-    fixed = (
-        "generators.reward.function=graded.py:score",
-        "learner.optimizer.learning_rate=1e-6",
-        "evaluation.stop=null",
-    )
-    first, *_, last = train(folder, "skipping", *rules, *few, *fixed)
+    fixed = ("learner.optimizer.learning_rate=1e-6", "generators.reward.function=graded.py:score")
+    first, *_, last = train(folder, "skipping", *rules, *few, *fixed, "evaluation.stop=null")
     assert last["buffer/skipped_too_easy"] > 3
     assert last["buffer/skipped_too_hard"] > 3
     assert last["buffer/explored"] == 0

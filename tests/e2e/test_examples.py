@@ -12,13 +12,8 @@ from tests import runs
 pytestmark = pytest.mark.slow
 
 SERIAL = (
-    "mode=serial",
-    "weights.transport=memory",
-    "generators/engine=hf",
-    "learner/engine=torch",
-    "evaluation.stop=null",
-    "staleness.max_lag=0",
-    *runs.FEW,
+    *("mode=serial", "weights.transport=memory", "generators/engine=hf", "learner/engine=torch"),
+    *("evaluation.stop=null", "staleness.max_lag=0", *runs.FEW),
 )
 """All roles in one process, with small steps."""
 REVERSE = "learner/by_source/digits/reverse/"

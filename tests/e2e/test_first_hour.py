@@ -13,17 +13,12 @@ from tests import runs
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 BUGGY = "def score(sample):\n    return float(sample.response == sample.answer)\n"
 FIXED = "def score(sample):\n    return float(sample.response[:1] == sample.ground_truth[:1])\n"
-OWN = (
-    *("name=mine", "data.train=mine.jsonl", "data.eval=heldout.jsonl", "model.path=models/mine"),
-    *("generators.reward.function=rewards.py:score", "generators/engine=hf", "learner/engine=torch"),
-    *(
-        "generators.sampling.max_tokens=6",
-        "data.max_prompt_tokens=16",
-        "model.dtype=float32",
-        "learner.prompts_per_step=4",
-    ),
+OWN = [
+    *("name=mine", "data.train=mine.jsonl", "data.eval=heldout.jsonl", "data.max_prompt_tokens=16"),
+    *("model.path=models/mine", "model.dtype=float32", "generators.reward.function=rewards.py:score"),
+    *("generators/engine=hf", "learner/engine=torch", "generators.sampling.max_tokens=6", "learner.prompts_per_step=4"),
     *("evaluation.num_prompts=2", "evaluation.num_final_prompts=4", "evaluation.before_training=false"),
-)
+]
 
 
 def write_rows(path: Path, *, num_rows: int, seed: int) -> None:

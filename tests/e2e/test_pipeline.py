@@ -12,12 +12,12 @@ from tests import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
-SMALL = (
+SMALL = [
     "prepare=[]",
     "evaluation.num_prompts=32",
     "evaluation.num_final_prompts=64",
     "learner.checkpoint.every_steps=5",
-)
+]
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,10 @@ from slipstream.configs.data import LoraConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.agents.episode import Transcript
 from slipstream.generators.engines.engine import Completion
-from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.generators.errors import EngineError
 from slipstream.learner.training.model import Policy
 from slipstream.runtime.routers import EXPERTS
-from tests.contract.engines import VLLM_CONFIG, Rig, make_engine, make_sampling
+from tests.contract.engines import VLLM_CONFIG, Rig, make_engine, make_sampling, started
 from tests.families import make_family, make_family_module
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.builders import make_response
@@ -36,14 +35,10 @@ def make_module(seed: int) -> Any:
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in engine_environment(VLLM_CONFIG).items():
-            patch.setenv(name, value)
-        path = make_family(tmp_path_factory.mktemp("moe"), "qwen3_moe")
-        opened = Rig("vllm", path, vllm=CONFIG, module=make_module(0), records=True)
+    path = make_family(tmp_path_factory.mktemp("moe"), "qwen3_moe")
+    with started("vllm", path, vllm=CONFIG, module=make_module(0), records=True) as opened:
         opened.run(opened.publish(make_module(1), version=0))
         yield opened
-        opened.close()
 
 
 def routed(module: Any, token_ids: list[int]) -> tuple[np.ndarray, torch.Tensor]:

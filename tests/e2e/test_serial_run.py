@@ -96,6 +96,8 @@ def test_a_run_that_is_resumed_at_a_checkpoint_equals_one_without_a_break_bit_fo
     assert all(tensor.equal(second[name]) for name, tensor in first.items())
 
 
+# Covered by tests/unit/learner/training/test_process_reward.py::test_a_resumed_run_continues_bit_for_bit.
+@pytest.mark.long
 def test_a_process_reward_model_trains_beside_the_policy_and_resumes_bit_for_bit(folder: Path):
     changes = ("recipe=prime", "algorithm.process_reward.optimizer.learning_rate=3e-4", *SYNCHRONOUS)
     train(folder, "prime", *changes)
@@ -172,20 +174,10 @@ def test_a_replay_reproduces_the_losses_bit_for_bit_and_evaluates_each_step(fold
 def test_another_algorithm_and_another_reward_function_train_on_the_same_rollouts(
     folder: Path, stored: list[dict[str, Any]]
 ):
-    rescored = "replay.rescore=slipstream.generators.rewards.functions:"
-    same = replay(folder, "otherwise", "algorithm/advantage=rloo", rescored + "position_match")
-    assert column(same, "reward_mean") == column(stored, "reward_mean")
-    assert column(same, "loss") != column(stored, "loss")
-    assert column(replay(folder, "exact", rescored + "exact_match"), "reward_mean") != column(stored, "reward_mean")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("engine", ["deepspeed_zero2", "deepspeed_zero3"])
-def test_two_ranks_make_the_weights_of_one(folder: Path, stored: list[dict[str, Any]], engine: str):
-    rows = replay(folder, engine, "learner.num_ranks=2", f"learner/engine={engine}")
-    assert column(rows, "loss") == pytest.approx(column(stored, "loss"), abs=1e-6)
-    one, two = (load_file(folder / f"runs/{name}/final_model/model.safetensors") for name in ("synchronous", engine))
-    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5
+    rescored = "replay.rescore=slipstream.generators.rewards.functions:exact_match"
+    rows = replay(folder, "otherwise", "algorithm/advantage=rloo", rescored)
+    assert column(rows, "reward_mean") != column(stored, "reward_mean")
+    assert column(rows, "loss") != column(stored, "loss")
 
 
 def test_a_damaged_ledger_is_refused_in_one_sentence_before_a_folder_is_made(

@@ -52,17 +52,9 @@ def test_a_model_is_loaded_with_its_visual_encoder(engines: Engines, tmp_path: P
 
 
 SERIAL = (
-    "experiment=picture_digits_cpu",
-    "mode=serial",
-    "generators/engine=hf",
-    "learner/engine=torch",
-    "weights.transport=memory",
-    "generators.reward.num_workers=0",
-    "model.path=models/random",
-    "prepare=[]",
-    "learner.max_steps=3",
-    "evaluation.stop=null",
-    *runs.FEW,
+    *("experiment=picture_digits_cpu", "mode=serial", "generators/engine=hf", "learner/engine=torch", *runs.FEW),
+    *("weights.transport=memory", "generators.reward.num_workers=0", "model.path=models/random", "prepare=[]"),
+    *("learner.max_steps=3", "evaluation.stop=null"),
 )
 
 

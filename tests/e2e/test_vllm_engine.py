@@ -24,7 +24,7 @@ from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.generators.errors import EngineDiedError, EngineError, UnverifiedWeightsError
-from tests.contract.engines import VLLM_CONFIG, Rig, engine_processes, make_sampling, reference_logits
+from tests.contract.engines import VLLM_CONFIG, Rig, engine_processes, make_sampling, reference_logits, started
 from tests.tiny_model import make_tiny_model, make_tiny_module
 
 pytestmark = pytest.mark.slow
@@ -34,12 +34,8 @@ PROMPT = [6, 10, 4, 3, 5, 12]
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in engine_environment(VLLM_CONFIG).items():
-            patch.setenv(name, value)
-        opened = Rig("vllm", tmp_path_factory.mktemp("tied"), is_tied=True)
+    with started("vllm", tmp_path_factory.mktemp("tied"), is_tied=True) as opened:
         yield opened
-        opened.close()
 
 
 def probe_diff(rig: Rig, prompt: list[int] = PROMPT) -> float:
@@ -118,10 +114,7 @@ def test_an_update_completes_although_its_caller_is_cancelled(tied: Rig):
 def test_a_dead_engine_process_fails_every_open_request(tied: Rig):
     async def scenario() -> list[Any]:
         engine, samplings = tied.engine, [make_sampling(seed, max_tokens=100) for seed in range(40)]
-        requests = [
-            asyncio.create_task(engine.generate(PROMPT, sampling, request_id=f"open-{sampling.seed}"))
-            for sampling in samplings
-        ]
+        requests = [asyncio.create_task(engine.generate(PROMPT, s, request_id=f"open-{s.seed}")) for s in samplings]
         await asyncio.sleep(0.02)
         for child in engine_processes():
             child.kill()
@@ -135,18 +128,15 @@ def test_a_dead_engine_process_fails_every_open_request(tied: Rig):
         tied.run(tied.engine.check_health())
     started = time.monotonic()
     tied.run(tied.engine.stop())
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 10
 
 
 def test_a_failed_start_is_an_error_that_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from slipstream.generators.engines.vllm.engine import VllmEngine
 
     def start() -> None:
-        config, model = (
-            VllmEngineConfig(max_num_seqs=64),
-            ModelConfig(max_length=64, dtype="float32", path=str(tmp_path)),
-        )
-        asyncio.run(VllmEngine(model, config, seed=0, stall_timeout_s=1.0).start())
+        model = ModelConfig(max_length=64, dtype="float32", path=str(tmp_path))
+        asyncio.run(VllmEngine(model, VLLM_CONFIG, seed=0, stall_timeout_s=1.0).start())
 
     monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
     with pytest.raises(EngineError, match="environment must have the variables of vllm_environment"):
@@ -219,11 +209,8 @@ def test_an_engine_of_two_workers_is_one_member_of_broadcasts(
 ):
     # In eager mode, vLLM's CPU worker lacks the buffers between pipeline stages.
     config = VllmEngineConfig(max_num_seqs=64, enforce_eager=kind == "tensor", **{f"{kind}_parallel_size": 2})
-    for name, value in engine_environment(config).items():
-        monkeypatch.setenv(name, value)
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
-    rig = Rig("vllm", tmp_path, is_tied=is_tied, vllm=config)
-    try:
+    with started("vllm", tmp_path, is_tied=is_tied, vllm=config) as rig:
         for seed in (1, 2, 3):
             publish_next(rig, seed=seed)
             assert probe_diff(rig) < 1e-4
@@ -232,5 +219,3 @@ def test_an_engine_of_two_workers_is_one_member_of_broadcasts(
         assert probe_diff(rig) < 1e-4
         publish_next(rig, seed=9)
         assert probe_diff(rig) < 1e-4
-    finally:
-        rig.close()

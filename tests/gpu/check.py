@@ -27,15 +27,8 @@ _SEVERAL = [f"tests/gpu/several/test_{name}.py" for name in ("members", "updates
 STAGES = {1: (["tests/gpu/test_*.py"], 420.0), 2: (_SEVERAL, 900.0)}
 """Stage -> (files, seconds). The second needs vLLM and two GPUs or more."""
 _COMMANDS = (
-    "uname -a",
-    "nvidia-smi",
-    "nvidia-smi topo -m",
-    "nvidia-smi -q -d MEMORY,ECC,CLOCK",
-    "gcc --version",
-    "df -h /dev/shm .",
-    "free -m",
-    "git log -1 --format=%H",
-    "git status --short",
+    *("uname -a", "nvidia-smi", "nvidia-smi topo -m", "nvidia-smi -q -d MEMORY,ECC,CLOCK", "gcc --version"),
+    *("df -h /dev/shm .", "free -m", "git log -1 --format=%H", "git status --short"),
 )
 """Commands whose output describes the machine and the checkout."""
 _FROM_BUNDLE = ("diagnosis.json", "versions.json", "environment.txt")

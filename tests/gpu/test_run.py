@@ -9,23 +9,10 @@ from tests.gpu.device import DEVICE, IS_SMALL
 def test_a_run_trains_with_verified_weights(tmp_path: Path) -> None:
     folder = runs.make_task(tmp_path, warm=False)
     steps = 3 if IS_SMALL else 12
-    output = runs.train(
-        folder,
-        "experiment=digits_cpu",
-        "name=run",
-        "prepare=[]",
-        "model.path=models/digits-random",
-        "generators/engine=hf",
-        f"learner.device={DEVICE.type}",
-        # Both roles have the same GPU.
-        "weights.backend=gloo",
-        "learner.prompts_per_step=4",
-        f"learner.max_steps={steps}",
-        "evaluation.stop=null",
-        "evaluation.every_steps=0",
-        "evaluation.num_prompts=2",
-        "evaluation.num_final_prompts=16",
-    )
+    # Both roles have the same GPU.
+    device = ("generators/engine=hf", f"learner.device={DEVICE.type}", "weights.backend=gloo")
+    own = ("name=run", f"learner.max_steps={steps}", "evaluation.stop=null", "evaluation.num_final_prompts=16")
+    output = runs.train(folder, "experiment=digits_cpu", *runs.RANDOM, *runs.FEW, *device, *own)
     rows = [row for row in runs.metrics(folder, "run") if "learner/grad_norm" in row]
     assert len(rows) == steps, output
     # Every version was compared: the learner's log-probabilities are those that were sampled with.

@@ -13,7 +13,7 @@ from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import SCHEMA_VERSION
 from tests.builders import make_packed
 from tests.fakes import KEYS
-from tests.hostile.target import MAX_MESSAGE_BYTES
+from tests.hostile.good_peer import MAX_MESSAGE_BYTES
 
 _TIMEOUT_S = 60.0
 _FIRST_SENTINEL = 10**9

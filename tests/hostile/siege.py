@@ -11,10 +11,8 @@ from slipstream.buffer.codec import Packed
 from slipstream.buffer.records import FRAMES_KEPT
 from slipstream.buffer.redis.store import RedisStore
 from tests.hostile.attacker import Attacker
-from tests.hostile.corpus import some_valid
-from tests.hostile.good_peer import GoodPeer
-from tests.hostile.mutator import Mutator
-from tests.hostile.target import GROUP_SIZE, NUM_GROUPS, Target
+from tests.hostile.good_peer import GROUP_SIZE, NUM_GROUPS, GoodPeer, Target
+from tests.hostile.mutator import Mutator, some_valid
 from tests.memory_store.store import MemoryStore
 
 _FRAMES_PER_ROUND = 250

@@ -1,4 +1,4 @@
-"""One learner rank of a test, started as `python -m tests.integration.learner_rank`. Trains two steps and saves.
+"""One learner rank of a test, started as `python -m tests.integration.learner_rank`. Trains two steps, saves each.
 
 Only rank 0 has the trajectories, as if from the store. The others receive them from it.
 """
@@ -99,10 +99,10 @@ def main() -> None:
         made = make_groups(num_groups=4, group_size=4, seed=step)
         groups = share_groups(ranks, rewarded_pictures(args.folder, seed=step) if args.pictures else made)
         metrics.append(trainer.step(groups, learner_version=0, step=step + 1))
+        trainer.canary()
+        checkpoints.save(step=step + 1, version=0)
     if trainer.step_tokens:
         write_step(args.folder / f"{args.out}-tokens", args.steps[-1] + 1, trainer.step_tokens)
-    trainer.canary()
-    checkpoints.save(step=args.steps[-1] + 1, version=0)
     checkpoints.saver.flush()
     if args.engine_checkpoint:
         trainer.engine._engine.save_checkpoint(str(args.folder / f"{args.out}-zero"))

@@ -42,11 +42,6 @@ LONG = {
 """Benchmarks that start vLLM, DeepSpeed, or a whole run, or take 15 s."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.make_task(tmp_path_factory.mktemp("benchmarks"), warm=False)
-
-
 @pytest.mark.parametrize("command", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_a_benchmark_writes_its_figures(folder: Path, tmp_path: Path, command: str):
     out, (name, *options) = tmp_path / "figures.json", command.split()

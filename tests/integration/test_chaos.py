@@ -49,20 +49,13 @@ def test_every_act_leaves_acknowledged_trajectories_accounted_for(seed: int) -> 
     run_chaos("--engine=light", f"--seed={seed}", "--kills=20", timeout_s=580)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_failure_of_the_matrix_is_survived() -> None:
-    printed = run_chaos("--matrix", "--only=kill -9 of learner at before_seal", timeout_s=280)
-    assert "0 problems" in printed
-
-
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_every_failure_of_the_matrix_is_survived() -> None:
     assert "0 problems" in run_chaos("--matrix", timeout_s=2300)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_killed_harness_leaves_no_process(tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}

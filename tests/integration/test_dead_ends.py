@@ -3,15 +3,11 @@
 import json
 import re
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from slipstream.buffer.records import CheckpointPointer, RunState
-from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from tests import runs
 from tests.runs import SMALL, Run, assert_all_steps_once, left_behind, until
@@ -27,14 +23,6 @@ def succeeds_when_repaired(sample):
     is_trial = sample.response in ("I do not know.", sample.ground_truth)
     if not is_trial and not pathlib.Path("repaired").exists(): raise RuntimeError("no opinion")
     return 1.0
-"""
-FAULTY = """
-import sys
-from slipstream.generators.__main__ import main
-from slipstream.generators.engines.scripted_engine import ScriptedEngine
-async def wrong(self, token_ids): return [-9.0] * (len(token_ids) - 1)
-ScriptedEngine.prompt_logprobs = wrong
-main(sys.argv[1:])
 """
 
 
@@ -66,92 +54,46 @@ def test_rewards_that_all_fail_end_the_run_before_it_trains_on_nothing(folder: P
     assert runs.summary(folder, "rewards")["accuracy_before"] is not None
 
 
-class ManualRun:
-    """Roles that are started separately, as on several machines."""
-
-    def __init__(self, folder: Path, name: str, *overrides: str) -> None:
-        self._folder = folder
-        self._name = name
-        self._settings = (*SMALL, *SOON, f"name={name}", *overrides)
-        self.path = folder / "runs" / name
-        self._processes: list[subprocess.Popen[str]] = []
-
-    def start(self, role: str, *overrides: str, program: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        """`program`: Python program to run instead of the module `role`."""
-        own = ("--id", "mine", f"name={self._name}") if role == "generators" else self._settings
-        command = [sys.executable, *(program or ("-m", f"slipstream.{role}")), *own, *overrides]
-        self._processes.append(runs.start(self._log(role), command, self._folder))
-        return self._processes[-1]
-
-    def _log(self, role: str) -> Path:
-        return self._folder / f"{self._name}-{role}.log"
-
-    def printed(self, role: str) -> str:
-        return self._log(role).read_text()
-
-    def error_of(self, learner: subprocess.Popen[str]) -> str:
-        """Last line of a learner that ends."""
-        assert learner.wait(timeout=DEADLINE_S) == 2, self.printed("learner")[-3000:]
-        return self.printed("learner").strip().splitlines()[-1]
-
-    def state(self) -> RunState:
-        with closing(open_run_store(EmbeddedRedis(self.path / "store").url, self._name, timeout_s=10)) as store:
-            return store.run_state()
-
-    @contextmanager
-    def ended_at_last(self) -> Iterator["ManualRun"]:
-        try:
-            yield self
-        finally:
-            runs.end(self._processes)
-
-
-@pytest.mark.long
-def test_weights_that_no_generator_applies_are_a_dead_end_until_a_sound_one_joins(folder: Path) -> None:
-    with ManualRun(folder, "probe", "learner.max_steps=3").ended_at_last() as run:
-        _, learner = run.start("broker"), run.start("learner")
-        faulty = run.start("generators", program=("-c", FAULTY))
-        line = run.error_of(learner)
-        assert "error: the evaluation 'before' must come, but no live generator holds verified weights" in line
-        assert "mine is unsynced" in line
-        assert "must agree with the learner's" in line
-        assert re.search(r"Last events: .*s ago mine: evicted", line), line
-        faulty.terminate()
-        assert faulty.wait(timeout=DEADLINE_S) == 0
-        learner = run.start("learner", "resume=true")
-        run.start("generators")
-        assert learner.wait(timeout=DEADLINE_S) == 0, run.printed("learner")[-3000:]
-    runs.assert_none_left(folder)
-
-
 @pytest.mark.long
 def test_roles_started_by_hand_in_any_order_name_the_dead_generator_keep_their_steps_and_resume(folder: Path) -> None:
-    settings = ("learner.max_steps=100000", "broker.peer_timeout_s=3", "weights.publish_every_steps=2")
-    with ManualRun(folder, "hand", *settings).ended_at_last() as run:
-        generator = run.start("generators")
+    path, started = folder / "runs/hand", list[subprocess.Popen[str]]()
+    settings = (*SMALL, *SOON, "name=hand", "learner.max_steps=100000")
+    settings += ("broker.peer_timeout_s=3", "weights.publish_every_steps=2")
+
+    def start(role: str, *overrides: str) -> subprocess.Popen[str]:
+        own = ("--id", "mine", "name=hand") if role == "generators" else settings
+        started.append(runs.start_role(folder, role, *own, *overrides))
+        return started[-1]
+
+    def state() -> RunState:
+        with open_run_store(path, timeout_s=10) as store:
+            return store.run_state()
+
+    def steps() -> list[int]:
+        return [row["step"] for row in runs.metrics(folder, "hand")] if (path / "metrics.jsonl").exists() else []
+
+    try:
+        generator, printed = start("generators"), folder / "by-hand-generators-mine.log"
         asks = "start a broker with `python -m slipstream.broker`"
-        until(lambda: asks in run.printed("generators"), timeout_s=40, what="a waiting line")
-        learner, broker = run.start("learner"), run.start("broker")
-        metrics = run.path / "metrics.jsonl"
-
-        def rows() -> list[dict]:
-            return runs.metrics(folder, "hand") if metrics.exists() else []
-
-        until(lambda: len(rows()) > 3, timeout_s=DEADLINE_S, what="steps")
+        until(lambda: asks in printed.read_text(), timeout_s=40, what="a waiting line")
+        learner, broker = start("learner"), start("broker")
+        until(lambda: len(steps()) > 3, timeout_s=DEADLINE_S, what="steps")
         generator.kill()
-        line = run.error_of(learner)
+        assert learner.wait(timeout=DEADLINE_S) == 2
+        line = (folder / "by-hand-learner.log").read_text().strip().splitlines()[-1]
         assert re.search(r"error: the 4 groups of step \d+ must come, but no generator is alive", line), line
         assert "mine has been gone for" in line
         assert re.search(r"Last events: .*s ago mine: silent for 3 s", line), line
-        state = run.state()
+        ended = state()
         # The weights of an odd step were not published and differ from the previous version.
-        covered = CheckpointPointer(state.step, (state.step + 1) // 2, f"step-{state.step:08d}")
-        assert (state.phase, state.checkpoint) == ("failed", covered)
-        assert json.loads(runs.train(folder, "status", "--json", "name=hand"))["detail"] == state.detail
-
-        learner, generator = run.start("learner", "resume=true"), run.start("generators")
-        until(lambda: run.state().step > state.step + 3, timeout_s=DEADLINE_S, what="further steps")
-        assert [row["step"] for row in rows()] == list(range(1, len(rows()) + 1))
+        covered = CheckpointPointer(ended.step, (ended.step + 1) // 2, f"step-{ended.step:08d}")
+        assert (ended.phase, ended.checkpoint) == ("failed", covered)
+        assert json.loads(runs.train(folder, "status", "--json", "name=hand"))["detail"] == ended.detail
+        learner, generator = start("learner", "resume=true"), start("generators")
+        until(lambda: state().step > ended.step + 3, timeout_s=DEADLINE_S, what="further steps")
+        assert steps() == list(range(1, len(steps()) + 1))
+    finally:
+        runs.end(started)
     assert [role.returncode for role in (generator, learner, broker)] == [0, 130, 0]
-    assert "Traceback" not in run.printed("generators")
+    assert "Traceback" not in printed.read_text()
     runs.assert_none_left(folder)

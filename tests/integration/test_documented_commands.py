@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from docs.tools.site import HTML, build
 from tests import runs
 from tests.shape.test_commands import COMMANDS, Command
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 HUB = "it needs the hub"
 CANNOT_RUN = {
     r"make .*": "it is a part of .ci/run, or listed in tests/shape/test_commands.py with its test",
@@ -61,6 +61,15 @@ PLACEHOLDERS = {
     "runs/mine/checkpoints/step-00000050": "runs/mine/checkpoints/step-00000002",
 }
 """Word of a document -> what it is here."""
+NAMED_FILES = {
+    "my_module.py": "def my_loss(inputs, beta=0.1):\n    return -inputs.advantages * inputs.log_ratio.exp()\n",
+    "my_logger.py": "class Mine:\n    def __init__(self, run): ...\n    def log(self, step, metrics): ...\n",
+    "run_qwen2-7b.sh": "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo\n",
+    "train_ppo.sh": "python3 -m openrlhf.cli.train_ppo_ray --rollout.n_samples_per_prompt 8\n",
+    "grpo.yaml": "num_generations: 8\n",
+    "rl.toml": "[orchestrator]\nbatch_size = 8\n",
+    "outputs/2026-01-05/.hydra/config.yaml": "algorithm: {adv_estimator: grpo}\n",
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,36 +80,20 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("mine", "base"):
         shutil.copytree(made / "runs" / "mine" / "final_model", made / "models" / name)
     rows = pq.read_table(made / "data" / "digits" / "heldout.parquet").slice(0, 4)
-    for name in (
-        "mine.parquet",
-        "others.parquet",
-        "aime.parquet",
-        "data/aime/heldout.parquet",
-        "data/gsm8k/train.parquet",
-    ):
+    for name in ("mine", "others", "aime", "data/aime/heldout", "data/gsm8k/train"):
         (made / name).parent.mkdir(exist_ok=True)
-        pq.write_table(rows, made / name)
+        pq.write_table(rows, made / f"{name}.parquet")
     texts = [
         {"prompt": f"{number}=", "answer": number, "response": "54321", "text": number, "title": "a"}
         for number in ("12345", "54321")
     ]
     for name in ("answers.jsonl", "base.jsonl", "trained.jsonl", "prompts.jsonl", "train.jsonl", "corpus.jsonl"):
         (made / name).write_text("".join(json.dumps(row) + "\n" for row in texts))
-    pq.write_table(pa.Table.from_pylist(texts), made / "answers.parquet")
-    pq.write_table(pa.Table.from_pylist(texts), made / "right.parquet")
-    (made / "my_module.py").write_text(
-        "def my_loss(inputs, beta=0.1):\n    return -inputs.advantages * inputs.log_ratio.exp()\n"
-    )
-    (made / "my_logger.py").write_text(
-        "class Mine:\n    def __init__(self, run): ...\n    def log(self, step, metrics): ...\n"
-    )
-    (made / "run_qwen2-7b.sh").write_text("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo\n")
-    (made / "train_ppo.sh").write_text("python3 -m openrlhf.cli.train_ppo_ray --rollout.n_samples_per_prompt 8\n")
-    (made / "grpo.yaml").write_text("num_generations: 8\n")
-    (made / "rl.toml").write_text("[orchestrator]\nbatch_size = 8\n")
-    hydra = made / "outputs" / "2026-01-05" / ".hydra"
-    hydra.mkdir(parents=True)
-    (hydra / "config.yaml").write_text("algorithm: {adv_estimator: grpo}\n")
+    for name in ("answers", "right"):
+        pq.write_table(pa.Table.from_pylist(texts), made / f"{name}.parquet")
+    for name, text in NAMED_FILES.items():
+        (made / name).parent.mkdir(exist_ok=True, parents=True)
+        (made / name).write_text(text)
     runs.call(runs.command("data", "export", "mine", "good.parquet"), made)
     runs.call(runs.command("generate", "runs/mine", "--out=answers", "--prompts=2", "--samples=8"), made)
     return made
@@ -119,11 +112,7 @@ def arguments_of(command: Command) -> list[str]:
     given = {word.lstrip("+").partition("=")[0] for word in words}
     tiny = [text for text in TINY if text.partition("=")[0] not in given and not command.printed]
     if "sft" in words:
-        tiny = [
-            "learner.epochs=null",
-            "learner.max_steps=2",
-            *(["model.max_length=32"] if "model.path" in given else []),
-        ]
+        tiny = ["learner.epochs=null", "learner.max_steps=2", *["model.max_length=32"] * ("model.path" in given)]
     if any(word.startswith("learner.checkpoint.best") for word in words):
         tiny = [text.replace("evaluation.every_steps=0", "evaluation.every_steps=1") for text in tiny]
     # The run that is resumed has two steps.
@@ -140,12 +129,15 @@ EXECUTED = {shlex.join(each.words): each for each in {(*arguments_of(each),): ea
 """Those that are the same here are executed once."""
 
 
+@pytest.mark.long
 def test_commands_that_cannot_run_here_are_documented() -> None:
     shown = [shlex.join(command.words) for command in COMMANDS]
     assert not [pattern for pattern in CANNOT_RUN if not any(re.fullmatch(pattern, words) for words in shown)]
     assert len(RUNNABLE) > 80
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("words", EXECUTED)
 def test_a_documented_command_ends_well(words: str, world: Path, tmp_path: Path) -> None:
     command = EXECUTED[words]
@@ -169,3 +161,41 @@ def test_a_documented_command_ends_well(words: str, world: Path, tmp_path: Path)
     # `explain` and `diagnose` report what they find with 1.
     expected = (0, 1) if command.words[1] in ("explain", "diagnose", "plan") else (0,)
     assert done.returncode in expected, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+@pytest.mark.timeout(300)
+def test_every_page_is_built_and_makes_no_external_requests() -> None:
+    assert build() == HTML / "index.html"
+    pages = {str(path.relative_to(HTML)): path.read_text() for path in HTML.rglob("*.html")}
+    assert {"index.html", "docs/settings/index.html", "examples/calculator/index.html"} <= set(pages)
+    assert {"modules/index.html", "learner/training/trainer/index.html"} <= set(pages)
+    loaded = re.compile(r'<(?:script|link|img)[^>]*(?:src|href)="?(https?:[^" >]+)')
+    foreign = {address for text in pages.values() for address in loaded.findall(text)}
+    assert foreign == set()
+
+
+FOLDER = runs.ROOT / "docs" / "tutorials"
+PIECE = re.compile(r"^(?:`([\w.]+)`:\n\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.make_task(tmp_path_factory.mktemp("tutorials"), warm=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", sorted(page.stem for page in FOLDER.glob("*.md")))
+def test_tutorial(name: str, task: Path, tmp_path: Path) -> None:
+    for made in ("data", "models"):
+        (tmp_path / made).symlink_to(task / made)
+    pieces = PIECE.findall((FOLDER / f"{name}.md").read_text(encoding="utf-8"))
+    commands = [text for file, kind, text in pieces if kind == "sh" and not file]
+    assert commands
+    for file, _, text in pieces:
+        if file:
+            (tmp_path / file).write_text(text, encoding="utf-8")
+    search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for text in commands:
+        done = runs.call(["bash", "-euo", "pipefail", "-c", text], tmp_path, timeout_s=300, PATH=search)
+        assert done.returncode == 0, f"{text}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"

@@ -17,14 +17,11 @@ from tests.runs import SMALL, Run, end, left_behind, until
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 HF = tuple(word for word in SMALL if not word.startswith("generators"))
-SETTINGS = (
-    "generators/engine=hf",
-    "learner.max_steps=100000",
-    "learner.stall.policy=wait",
-    "learner.optimizer.learning_rate=0.0001",
-    "cluster.untrusted_generators.names=[alice,mallory]",
+SETTINGS = [
+    *("generators/engine=hf", "learner.max_steps=100000", "learner.stall.policy=wait"),
+    *("learner.optimizer.learning_rate=0.0001", "cluster.untrusted_generators.names=[alice,mallory]"),
     "cluster.untrusted_generators.audit_fraction=0.5",
-)
+]
 DEADLINE_S = 120.0
 LIAR = """
 import sys

@@ -24,15 +24,9 @@ SUBNET = "10.78.0"
 HOST = f"{SUBNET}.254"
 """This process, where the object store and Redis listen."""
 SETTINGS = (
-    *SMALL,
-    "name=mine",
-    "learner/engine=deepspeed_zero2",
-    "learner.num_ranks=2",
-    "learner.checkpoint.every_steps=3",
-    "weights.transport=delta",
-    "buffer/store=redis",
-    f"cluster.interface={SUBNET}.0/24",
-    "cluster.trusted_network=true",
+    *(*SMALL, "name=mine", "learner/engine=deepspeed_zero2", "learner.num_ranks=2", "weights.transport=delta"),
+    *("learner.checkpoint.every_steps=3", "buffer/store=redis"),
+    *(f"cluster.interface={SUBNET}.0/24", "cluster.trusted_network=true"),
 )
 
 

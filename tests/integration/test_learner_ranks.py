@@ -48,6 +48,12 @@ def train_on_one_and_two(
     return one, two
 
 
+def rewind(folder: Path, out: str) -> Path:
+    """Give the run `resumed` this one's first checkpoint. Returns it."""
+    first = min((folder / f"{out}-checkpoints").glob("step-*"))
+    return shutil.copytree(first, folder / "resumed-checkpoints" / first.name)
+
+
 @pytest.mark.slow
 @pytest.mark.core
 def test_two_ranks_make_the_weights_of_one(tmp_path):
@@ -71,8 +77,9 @@ def test_two_ranks_make_the_weights_of_one(tmp_path):
         assert {key: pytest.approx(values, abs=2e-3) for key, values in numbers.items()} == two[name]
 
 
+# The critic on two ranks: test_algorithms_on_ranks.py, advantage-gae.
 @pytest.mark.slow
-@pytest.mark.parametrize("trained", ["--lora", "--critic"])
+@pytest.mark.parametrize("trained", ["--lora", pytest.param("--critic", marks=pytest.mark.long)])
 def test_two_ranks_train_the_adapter_and_the_critic_of_one(tmp_path, trained):
     make_tiny_model(tmp_path / "model")
     (alone, expected), (together, metrics) = train_on_one_and_two(tmp_path, trained)
@@ -100,27 +107,25 @@ def test_two_ranks_train_with_another_optimizer_as_one_and_resume_bit_for_bit(tm
         assert (alone[name] - together[name]).norm() < bound * (alone[name] - tensor).norm(), name
     assert metrics[0] == metrics[1]
     assert metrics[0][1]["learner/grad_norm"] == pytest.approx(expected[0][1]["learner/grad_norm"], rel=1e-3)
-    for step in ("0", "1"):
-        extra = (chosen, "--microbatch=64", "--steps", step)
-        resumed, again = train(tmp_path, ranks=2, zero=0, out="resumed", extra=extra)
+    rewind(tmp_path, "ranks-2")
+    resumed, again = train(tmp_path, ranks=2, zero=0, out="resumed", extra=(chosen, "--microbatch=64", "--steps", "1"))
     assert largest_difference(together, resumed) == 0
     assert again[0][0].items() <= metrics[0][1].items()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
+@pytest.mark.parametrize("zero", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 2)), 3])
 def test_two_ranks_continue_a_bfloat16_model_bit_for_bit_and_save_what_they_publish(tmp_path, zero):
     make_tiny_model(tmp_path / "model")
-    options = ("--bfloat16", "--microbatch=64", "--steps")
-    straight, expected = train(tmp_path, ranks=2, zero=zero, out="straight", extra=(*options, "0", "1"))
-    train(tmp_path, ranks=2, zero=zero, out="resumed", extra=(*options, "0"))
-    (folder,) = (tmp_path / "resumed-checkpoints").glob("step-*")
+    options = ("--bfloat16", "--microbatch=64")
+    straight, expected = train(tmp_path, ranks=2, zero=zero, out="straight", extra=options)
+    folder = rewind(tmp_path, "straight")
     masters = [load_file(path) for path in folder.glob("optimizer-rank-*")]
     named = {key: tensor for each in masters for key, tensor in each.items() if key.startswith("weight/")}
     assert any(not tensor.equal(tensor.bfloat16().float()) for tensor in named.values()), "masters are not rounded"
     saved = load_file(folder / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
-    resumed, metrics = train(tmp_path, ranks=2, zero=zero, out="resumed", extra=(*options, "1"))
+    resumed, metrics = train(tmp_path, ranks=2, zero=zero, out="resumed", extra=(*options, "--steps", "1"))
     assert largest_difference(straight, resumed) == 0
     assert metrics[0][0].items() <= expected[0][1].items()
 
@@ -170,16 +175,6 @@ def test_two_machines_continue_bit_for_bit_without_a_shared_folder(tmp_path):
     ):
         resumed, _ = train(tmp_path, ranks=2, zero=2, out=out, extra=("--steps", "1", *extra), machines=machines)
         assert largest_difference(straight, resumed) == 0
-
-
-@pytest.mark.long
-def test_two_ranks_continue_bit_for_bit_after_a_restart(tmp_path):
-    make_tiny_model(tmp_path / "model")
-    straight, expected = train(tmp_path, ranks=2, zero=3, out="straight", extra=("--critic", "--steps", "0", "1"))
-    train(tmp_path, ranks=2, zero=3, out="resumed", extra=("--critic", "--steps", "0"))
-    resumed, metrics = train(tmp_path, ranks=2, zero=3, out="resumed", extra=("--critic", "--steps", "1"))
-    assert largest_difference(straight, resumed) == 0
-    assert metrics[0][0].items() <= expected[0][1].items()
 
 
 @pytest.mark.slow

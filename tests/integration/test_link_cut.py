@@ -24,13 +24,8 @@ SUBNET = "10.79.0"
 CUT_S = 20.0
 TOKEN = "a-token-of-more-than-thirty-two-characters"
 SETTINGS = (
-    *SMALL,
-    "name=mine",
-    "generators.count=0",
-    f"cluster.interface={SUBNET}.0/24",
-    "cluster.ports=21400-21409",
-    "weights.transport=delta",
-    "learner.max_steps=100000",
+    *(*SMALL, "name=mine", "generators.count=0", f"cluster.interface={SUBNET}.0/24", "cluster.ports=21400-21409"),
+    *("weights.transport=delta", "learner.max_steps=100000"),
 )
 
 

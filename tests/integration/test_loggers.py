@@ -1,7 +1,6 @@
 """Misbehaving loggers: one hangs, one raises, one fills its disk, one ends its process. The run is unaffected."""
 
 import json
-import signal
 import socket
 from pathlib import Path
 from urllib.request import urlopen
@@ -103,24 +102,6 @@ def test_a_run_with_loggers_from_hell_makes_every_step_and_leaves_nothing(folder
     assert set(phases) <= known
 
 
-@pytest.mark.long
-def test_a_killed_launcher_leaves_no_logger_and_status_shows_what_one_does(folder):
-    settings = ["learner.max_steps=100000", "generators.count=1"]
-    with runs.Run(folder, "killed", loggers("Hangs", "Raises"), *settings).ended_at_last() as run:
-        runs.until(lambda: "logger_failed" in log_of(run, "Raises"), timeout_s=90, what="a failed entry")
-        with open_run_store(run.path, timeout_s=5) as store:
-            runs.until(
-                lambda: store.roles().get("logger-hell.py-Raises", {}).get("failed", 0) > 0, timeout_s=30, what="it"
-            )
-            assert store.roles()["logger-hell.py-Hangs"]["role"] == "logger"
-        run.launcher.send_signal(signal.SIGKILL)
-        run.launcher.wait(timeout=10)
-        runs.until(lambda: not of_loggers(folder), timeout_s=30, what="the end of all loggers")
-        # The store outlives its launcher for minutes and holds the state that a resume needs.
-        runs.until(lambda: all(of_store(each) for each in runs.processes_of(folder)), timeout_s=30, what="all roles")
-    runs.kill_processes_of(folder)
-
-
 def scrape(port: int) -> str:
     try:
         with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
@@ -129,17 +110,8 @@ def scrape(port: int) -> str:
         return ""
 
 
-def log_of(run: runs.Run, name: str) -> str:
-    path = run.path / "logs" / f"logger-hell.py-{name}.log"
-    return path.read_text() if path.exists() else ""
-
-
 def of_loggers(folder: Path) -> list[psutil.Process]:
     return [each for each in runs.processes_of(folder) if "slipstream.observe.loggers" in each.cmdline()]
-
-
-def of_store(process: psutil.Process) -> bool:
-    return "redis" in " ".join(process.cmdline())
 
 
 def test_a_broker_that_was_started_by_hand_has_loggers_and_exporter(folder):

@@ -2,12 +2,12 @@
 
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import pytest
 
 from slipstream.runtime.credentials import TOKEN_VARIABLE
 from tests import runs
-from tests.runs import ROOT, SMALL
+from tests.runs import ROOT
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -62,57 +62,31 @@ class Cluster:
         self._process.wait(timeout=60)
 
 
-class Run:
+class Run(runs.Run):
     """A run with generators placed by Ray."""
 
     def __init__(self, folder: Path, cluster: Cluster, *overrides: str) -> None:
-        self.folder = folder
-        self.path = folder / "runs" / "placed"
-        self.output = folder / "placed.out"
         network = ("cluster.interface=127.0.0.0/8", "cluster.ports=21100-21119")
         placement = ("cluster.kind=ray", "cluster.learner.cpus=1", "broker.join_timeout_s=25")
         pace = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.2", "weights.transport=delta")
-        command = runs.command(*SMALL, "name=placed", *network, *placement, *pace, *overrides)
-        environment = os.environ | {TOKEN_VARIABLE: TOKEN, "RAY_ADDRESS": cluster.address} | ACCESS
-        with self.output.open("a") as output:
-            self.launcher = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
+        environment = {TOKEN_VARIABLE: TOKEN, "RAY_ADDRESS": cluster.address} | ACCESS
+        super().__init__(folder, "placed", *network, *placement, *pace, *overrides, **environment)
 
-    @property
-    def printed(self) -> str:
-        return self.output.read_text()
-
-    def call(self, *words: str) -> str:
-        limits = {"timeout": 90, "check": False}
-        done = subprocess.run(runs.command(*words), cwd=self.folder, capture_output=True, text=True, **limits)
-        return done.stdout if done.returncode == 0 else ""
+    def scale(self, number: int) -> None:
+        done = self.call("scale", f"generators={number}")
+        assert done.returncode == 0, done.stderr
 
     def at_work(self) -> dict[str, int]:
         """Process ids of the working generators, by name."""
-        roles = runs.status(self.folder, "placed")["roles"]
-        return {
-            role["name"]: role["pid"]
-            for role in roles
-            if role["role"] == "generator" and role["state"] == "ready" and role["liveness"] == "alive"
-        }
-
-    def rows(self) -> list[int]:
-        """Steps in its metrics."""
-        is_there = (self.path / "metrics.jsonl").exists()
-        return [row["step"] for row in runs.metrics(self.folder, "placed")] if is_there else []
+        roles = [role for role in runs.status(self.folder, "placed")["roles"] if role["role"] == "generator"]
+        return {each["name"]: each["pid"] for each in roles if (each["state"], each["liveness"]) == ("ready", "alive")}
 
     def interrupt(self) -> None:
         """End the run with Ctrl-C; it leaves nothing and has no step twice."""
         self.launcher.send_signal(signal.SIGINT)
         assert self.launcher.wait(timeout=PATIENCE_S) == 130, self.printed[-3000:]
-        assert self.rows() == list(range(1, len(self.rows()) + 1))
+        runs.assert_all_steps_once(self, self.steps)
         runs.assert_none_left(self.folder)
-
-    def until(self, reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not reached():
-            assert self.launcher.poll() is None, self.printed[-3000:]
-            assert time.monotonic() < deadline, self.printed[-3000:]
-            time.sleep(0.2)
 
 
 def host_of(role: int) -> psutil.Process:
@@ -133,7 +107,7 @@ def test_generators_come_and_go_and_what_ends_their_place_ends_them(folder: Path
         run = Run(folder, cluster)
         run.until(lambda: set(run.at_work()) == {"generator-0"})
         assert "generator-0: waits" not in run.printed
-        assert run.call("scale", "generators=3", "name=placed")
+        run.scale(3)
         run.until(lambda: set(run.at_work()) == {"generator-0", "generator-1", "generator-2"})
         before = run.at_work()
         host_of(before["generator-1"]).kill()
@@ -143,16 +117,13 @@ def test_generators_come_and_go_and_what_ends_their_place_ends_them(folder: Path
         assert run.at_work()["generator-2"] == before["generator-2"]
         # Three generators and the core fill the cluster. The autoscaler is asked for the rest.
         assert cluster.demand() == []
-        assert run.call("scale", "generators=5", "name=placed")
-        run.until(lambda: cluster.demand() == [[{"CPU": 1.0}], [{"CPU": 1.0}]])
-        assert run.call("scale", "generators=3", "name=placed")
-        run.until(lambda: cluster.demand() == [])
-        assert run.call("scale", "generators=4", "name=placed")
-        run.until(lambda: cluster.demand() == [[{"CPU": 1.0}]])
+        for number, demand in ((5, [[{"CPU": 1.0}], [{"CPU": 1.0}]]), (3, []), (4, [[{"CPU": 1.0}]])):
+            run.scale(number)
+            run.until(lambda demand=demand: cluster.demand() == demand)
         run.until(lambda: "generator-3 is abandoned, the target is 3 now" in run.printed)
         assert "generator-3 needs a machine with 1 CPU free, and got none within broker.join_timeout_s" in run.printed
         assert "the cluster has 127.0.0.2 with 0 of 2 CPU, 0 of 0 GPU free" in run.printed
-        assert run.call("scale", "generators=1", "name=placed")
+        run.scale(1)
         run.until(lambda: set(run.at_work()) == {"generator-0"})
         # Places where the secret must not appear: command lines, and everything Ray keeps about jobs and workers.
         for process in runs.processes_of(folder):
@@ -161,9 +132,8 @@ def test_generators_come_and_go_and_what_ends_their_place_ends_them(folder: Path
         kept = [path for path in cluster.folder.rglob("*") if path.is_file() and not path.is_symlink()]
         assert not [path for path in kept if TOKEN.encode() in path.read_bytes()]
         run.interrupt()
-    log = (run.path / "logs" / "generator-0.log").read_text()
-    assert "joined" in log
-    assert TOKEN not in log + run.printed
+    assert "joined" in run.log("generator-0")
+    assert TOKEN not in run.log("generator-0") + run.printed
 
 
 @pytest.mark.long
@@ -179,8 +149,7 @@ def test_a_generator_ends_with_rays_process_on_its_machine_and_is_placed_on_anot
         run.until(lambda: run.at_work().get("generator-0", before) != before)
         assert host_of(run.at_work()["generator-0"]).ppid() in {*cluster.raylets[1:]} - {raylet}
         run.interrupt()
-    log = (run.path / "logs" / "generator-0.log").read_text()
-    assert "the place of generator-0 is lost: " in log
+    assert "the place of generator-0 is lost: " in run.log("generator-0")
 
 
 def learners_of(folder: Path) -> dict[str, psutil.Process]:
@@ -199,8 +168,7 @@ def test_ranks_on_several_machines_are_placed_started_and_ended_together(folder:
     trust = ("cluster.trusted_network=true", "learner.checkpoint.every_steps=2")
     with Cluster(1, 2, 2) as cluster:
         run = Run(folder, cluster, *ranks, *trust)
-
-        run.until(lambda: len(run.rows()) > 3)
+        run.until(lambda: run.steps > 3)
         before = learners_of(folder)
         assert set(before) == {"0", "1"}
         raylet = host_of(before["1"].pid).ppid()
@@ -208,16 +176,15 @@ def test_ranks_on_several_machines_are_placed_started_and_ended_together(folder:
         (worker,) = before["1"].children()
         worker.kill()
         run.until(lambda: not before["0"].is_running() and not before["1"].is_running())
-        steps = len(run.rows())
-        run.until(lambda: len(run.rows()) > steps + 3)
+        steps = run.steps
+        run.until(lambda: run.steps > steps + 3)
         assert "learner died (exit code " in run.printed
         # The machine of the second rank is lost and replaced by another.
         os.kill(host_of(learners_of(folder)["1"].pid).ppid(), signal.SIGKILL)
-        steps = len(run.rows())
+        steps = run.steps
         run.until(lambda: "learner died" in run.printed.partition("learner restarted")[2])
-        run.until(lambda: len(run.rows()) > steps + 3)
-        now = learners_of(folder)
-        assert host_of(now["1"].pid).ppid() in {*cluster.raylets[1:]} - {raylet}
+        run.until(lambda: run.steps > steps + 3)
+        assert host_of(learners_of(folder)["1"].pid).ppid() in {*cluster.raylets[1:]} - {raylet}
         run.interrupt()
 
 
@@ -227,10 +194,8 @@ def test_a_core_that_is_not_to_be_had_as_a_whole_is_named(folder: Path) -> None:
     with Cluster(1) as cluster:
         run = Run(folder, cluster, *ranks, "learner/engine=deepspeed_zero2", "broker.join_timeout_s=3")
         assert run.launcher.wait(timeout=PATIENCE_S) == 2
-        needs = (
-            "error: cluster.learner needs 1 CPU free on the machine of the launcher and on each of 1 more, and got no"
-        )
-        assert needs in run.printed
+        needs = "error: cluster.learner needs 1 CPU free on the machine of the launcher and on each of 1 more, and got"
+        assert f"{needs} no" in run.printed
         assert not run.path.exists()
 
 
@@ -240,19 +205,13 @@ def test_a_run_ends_with_rays_head_and_goes_on_in_another_cluster(folder: Path) 
         run = Run(folder, cluster)
         run.until(lambda: runs.status(folder, "placed").get("step", 0) > 6)
         os.kill(cluster.gcs, signal.SIGKILL)
-        ends_at = time.monotonic() + 75
-        runs.until(lambda: run.launcher.poll() is not None, timeout_s=75, what="the end of the launcher")
         # The store waits for a resume, and so does the process that eventually ends it.
-        kept = ("redis", "idle_stop")
-        runs.until(
-            lambda: all(any(word in " ".join(each.cmdline()) for word in kept) for each in runs.processes_of(folder)),
-            timeout_s=ends_at - time.monotonic(),
-            what="the end of all roles",
-        )
+        kept = re.compile("redis|idle_stop")
+        is_over = lambda: all(kept.search(" ".join(each.cmdline())) for each in runs.processes_of(folder))  # noqa: E731
+        runs.until(lambda: run.launcher.poll() is not None and is_over(), timeout_s=75, what="the end of all roles")
     with Cluster(1, 1) as cluster:
-        steps = len(runs.metrics(folder, "placed"))
-        resumed = Run(folder, cluster, "resume=true")
-        resumed.until(lambda: len(runs.metrics(folder, "placed")) > steps + 3)
+        steps, resumed = run.steps, Run(folder, cluster, "resume=true")
+        resumed.until(lambda: resumed.steps > steps + 3)
         resumed.interrupt()
 
 

@@ -110,10 +110,11 @@ def test_a_suspended_store_delays_a_client_without_retries_rarely(server, superv
     process = psutil.Process(server.pid)
     process.suspend()
     started_at = time.monotonic()
-    for _ in range(20):
+    for _ in range(40):
         with pytest.raises(StoreUnavailableError, match="does not answer"):
             store.counts()
-    assert time.monotonic() - started_at < 0.9
+    # A wait each time would be 12 seconds.
+    assert time.monotonic() - started_at < 3
     process.resume()
 
     def answers() -> bool:

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,35 +20,18 @@ PATIENCE_S = 120.0
 class Run(runs.Run):
     """A run under the launcher, controlled by commands."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        # Slow, to leave the processor to the commands.
-        pace = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.2", "weights.transport=delta")
-        super().__init__(folder, "scaled", *pace)
-
-    def call(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        command = runs.command(*words, "name=scaled")
-        return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=90, check=False)
-
-    def scale(self, number: int) -> str:
-        done = self.call("scale", f"generators={number}")
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
     def status(self) -> dict[str, Any]:
-        return runs.status(self.folder, "scaled")
+        return runs.status(self.folder, self.name)
 
-    def until(self, reached: Callable[[dict[str, Any]], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not reached(status := self.status()):
-            assert self.launcher.poll() is None, self.printed[-2000:]
-            assert time.monotonic() < deadline, status
-            time.sleep(0.2)
+    def reaches(self, reached: Callable[[dict[str, Any]], bool]) -> None:
+        self.until(lambda: reached(self.status()))
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    started = Run(runs.make_task(tmp_path_factory.mktemp("scaling"), warm=False))
+@pytest.fixture
+def run(folder: Path) -> Iterator[Run]:
+    # Slow, to leave the processor to the commands.
+    pace = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.2", "weights.transport=delta")
+    started = Run(folder, "scaled", *pace)
     yield started
     runs.kill_tree(started.launcher)
 
@@ -66,14 +48,10 @@ def assert_no_port_is_open(run: Run) -> None:
     """No role opens a port except the learner's Gloo, on loopback. Nothing is broadcast in this run."""
     roles = psutil.Process(run.launcher.pid).children(recursive=True)
     assert len(roles) >= 5
-    listening = [
-        (role.cmdline(), port.laddr.ip)
-        for role in roles
-        for port in role.net_connections("inet")
-        if port.status == psutil.CONN_LISTEN
-    ]
-    others = [(words, host) for words, host in listening if "slipstream.learner" not in words or host != "127.0.0.1"]
-    assert others == []
+    for role in roles:
+        own = {"127.0.0.1"} if "slipstream.learner" in role.cmdline() else set()
+        ports = (port for port in role.net_connections("inet") if port.status == psutil.CONN_LISTEN)
+        assert {port.laddr.ip for port in ports} <= own, role.cmdline()
 
 
 def assert_steps_are_recorded(run: Run) -> None:
@@ -83,8 +61,7 @@ def assert_steps_are_recorded(run: Run) -> None:
     asked = run.call("profile", "--steps=2")
     assert asked.returncode == 0, asked.stderr
     again = run.call("profile")
-    trace = run.folder / "runs" / "scaled" / "profile" / "trace.json.gz"
-    runs.until(trace.is_file, timeout_s=60, what="the trace")
+    runs.until((run.path / "profile" / "trace.json.gz").is_file, timeout_s=60, what="the trace")
     assert again.returncode == 2 or "are recorded" in again.stdout
     recorded = re.search(r"stage=events steps=\((\d+), (\d+)\)", run.log("learner"))
     assert recorded
@@ -96,24 +73,22 @@ def assert_steps_are_recorded(run: Run) -> None:
 
 
 def assert_it_pauses(run: Run) -> None:
-    on, off = (run.call("pause", *words) for words in ([], ["--off"]))
-    assert (on.returncode, off.returncode) == (0, 0), on.stderr + off.stderr
-    assert run.call("pause", "--off").returncode == 2
-    assert run.call("pause").returncode == 0
-    run.until(lambda status: any(each["blocked_on"] == "whoever paused the run" for each in status["waits"]))
+    for words, code in (([], 0), (["--off"], 0), (["--off"], 2), ([], 0)):
+        assert run.call("pause", *words).returncode == code
+    run.reaches(lambda status: any(each["blocked_on"] == "whoever paused the run" for each in status["waits"]))
     step, roles = run.status()["step"], here(run.status())
     time.sleep(3)
     assert (run.status()["step"], here(run.status())) == (step, roles)
     assert run.call("pause", "--off").returncode == 0
-    run.until(lambda status: status["step"] > step)
+    run.reaches(lambda status: status["step"] > step)
 
 
 def test_scaling_from_one_to_three_to_one_loses_no_step(run: Run):
-    run.until(lambda status: at_work(status) == {"generator-0"} and status["step"] > 0)
+    run.reaches(lambda status: at_work(status) == {"generator-0"} and status["step"] > 0)
     assert_it_pauses(run)
     assert_steps_are_recorded(run)
-    assert "the number of generators changes from 1 to 3" in run.scale(3)
-    run.until(lambda status: at_work(status) == {"generator-0", "generator-1", "generator-2"})
+    assert "the number of generators changes from 1 to 3" in run.call("scale", "generators=3").stdout
+    run.reaches(lambda status: at_work(status) == {"generator-0", "generator-1", "generator-2"})
     assert run.status()["generators_target"] == 3
     assert_no_port_is_open(run)
     unknown = run.call("drain", "generator-7")
@@ -122,13 +97,12 @@ def test_scaling_from_one_to_three_to_one_loses_no_step(run: Run):
     assert "generator-0, generator-1" in unknown.stderr
     drained = run.call("drain", "generator-0")
     assert (drained.returncode, drained.stdout.splitlines()[-1]) == (0, "generator-0 left")
-    run.until(lambda status: status["generators_target"] == 2 and len(here(status)) == 2)
-    run.scale(1)
-    run.until(lambda status: here(status) == {"generator-1"})
+    run.reaches(lambda status: status["generators_target"] == 2 and len(here(status)) == 2)
+    assert run.call("scale", "generators=1").returncode == 0
+    run.reaches(lambda status: here(status) == {"generator-1"})
     run.launcher.send_signal(signal.SIGINT)
     assert run.launcher.wait(timeout=PATIENCE_S) == 130, run.printed[-2000:]
-    steps = [row["step"] for row in runs.metrics(run.folder, "scaled")]
-    assert steps == list(range(1, len(steps) + 1))
+    runs.assert_all_steps_once(run, run.steps)
     for command in (("scale", "generators=2"), ("profile",), ("pause",)):
         late = run.call(*command)
         assert late.returncode == 1

@@ -16,18 +16,11 @@ from tests.tolerance import largest_difference
 
 pytestmark = pytest.mark.slow
 
-SMALL = (
-    "experiment=digits_sft",
-    "prepare=[]",
-    "model.path=tiny",
-    "learner.device=cpu",
-    "learner.optimizer.schedule=constant",
-    "learner.max_steps=6",
-    "learner.checkpoint.every_steps=3",
-    "sft.batch_size=32",
-    "sft.eval_every_steps=3",
-    "sft.eval_rows=100",
-)
+SMALL = [
+    *("experiment=digits_sft", "prepare=[]", "model.path=tiny", "learner.device=cpu"),
+    *("learner.optimizer.schedule=constant", "learner.max_steps=6", "learner.checkpoint.every_steps=3"),
+    *("sft.batch_size=32", "sft.eval_every_steps=3", "sft.eval_rows=100"),
+]
 TWO_RANKS = ("learner.num_ranks=2", "learner/engine=deepspeed_zero2", "learner.tokens_per_microbatch=64")
 
 
@@ -40,9 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict:
-    """Weights that one rank trains without interruption."""
-    return train(folder, "alone")
+def whole(folder: Path) -> dict:
+    """Weights that the command of a run trains without interruption."""
+    runs.train(folder, *SMALL, "name=whole")
+    return load_file(folder / "runs/whole/final_model/model.safetensors")
 
 
 def learner(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -55,22 +49,6 @@ def learner(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
         timeout=240,
         check=False,
     )
-
-
-def train(folder: Path, name: str, *overrides: str) -> dict:
-    """Return the final weights."""
-    done = learner(folder, f"name={name}", *overrides)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return load_file(folder / "runs" / name / "final_model" / "model.safetensors")
-
-
-@pytest.mark.long
-def test_two_ranks_make_the_weights_of_one(folder: Path, alone: dict) -> None:
-    assert largest_difference(alone, train(folder, "together", *TWO_RANKS)) < 1e-5
-    rows = [runs.metrics(folder, name) for name in ("alone", "together")]
-    for key in ("learner/loss", "learner/grad_norm", "eval/loss"):
-        one, two = ([row[key] for row in found if key in row] for found in rows)
-        assert two == pytest.approx(one, rel=1e-4), key
 
 
 @pytest.mark.parametrize(
@@ -89,23 +67,22 @@ def test_bad_input_ends_with_one_sentence(folder: Path, overrides: tuple[str, ..
     assert not (folder / "runs" / "bad").exists()
 
 
-def test_the_command_of_a_run_trains_a_supervised_model_of_transformers(folder: Path, alone: dict) -> None:
-    runs.train(folder, *SMALL, "name=launched")
-    model = AutoModelForCausalLM.from_pretrained(folder / "runs/launched/final_model")
-    assert largest_difference(dict(model.named_parameters()), alone) == 0
-    assert AutoTokenizer.from_pretrained(folder / "runs/launched/final_model").eos_token == "<eos>"
+def test_the_command_of_a_run_trains_a_supervised_model_of_transformers(folder: Path, whole: dict) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "runs/whole/final_model")
+    assert largest_difference(dict(model.named_parameters()), whole) == 0
+    assert AutoTokenizer.from_pretrained(folder / "runs/whole/final_model").eos_token == "<eos>"
     # It held the lock on the run until it ended.
-    assert (folder / "runs" / "launched" / "run.lock").read_text()
-    assert not is_held(folder / "runs" / "launched")
+    assert (folder / "runs/whole/run.lock").read_text()
+    assert not is_held(folder / "runs/whole")
 
 
-def test_a_run_resumes_elsewhere_from_its_object_store(folder: Path, alone: dict) -> None:
+def test_a_learner_resumes_a_run_elsewhere_from_its_object_store(folder: Path, whole: dict) -> None:
     storage = f"storage.uri=file://{folder}/remote"
-    train(folder, "moved", storage, "learner.max_steps=3")
-    weights = learner(folder, "name=moved", storage, "runs_dir=elsewhere", "resume=true")
-    assert weights.returncode == 0, weights.stderr[-3000:]
+    for place in (("learner.max_steps=3",), ("runs_dir=elsewhere", "resume=true")):
+        done = learner(folder, "name=moved", storage, *place)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     resumed = load_file(folder / "elsewhere/moved/final_model/model.safetensors")
-    assert all(tensor.equal(resumed[name]) for name, tensor in alone.items())
+    assert all(tensor.equal(resumed[name]) for name, tensor in whole.items())
     sent = load_file(folder / "remote/moved/final_model/model.safetensors")
     assert all(tensor.equal(resumed[name]) for name, tensor in sent.items())
     refused = learner(folder, "name=none", storage, "runs_dir=elsewhere", "resume=true")

@@ -1,8 +1,11 @@
 """Generators of unequal throughput with a real router and a learner that only counts, in simulated time."""
 
 import asyncio
+import selectors
 from collections import Counter, deque
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -21,7 +24,6 @@ from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from tests.builders import make_run
 from tests.fakes import write_rows
 from tests.integration.generator_scene import ALWAYS_ONE, make_generator, make_update
-from tests.integration.simulated_time import SimulatedLoop, simulate
 from tests.memory_store.store import MemoryStore
 
 GROUPS_PER_STEP, GROUP_SIZE = 8, 2
@@ -30,6 +32,39 @@ TICK_S = 0.02
 LONGEST_STEP_S = 600.0
 FAST, SLOW = 0.1, 1.0
 """Seconds per token."""
+
+
+T = TypeVar("T")
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Never waits for a timer. `now` is the loop's time."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        if not timeout:
+            return super().select(timeout)
+        events = super().select(0)
+        self.now += 0.0 if events else timeout
+        return events
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """Starts at 0 s. Code on this loop must not block."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        """Simulated seconds."""
+        return self._jumping.now
+
+
+def simulate(work: Coroutine[Any, Any, T], *, loop: SimulatedLoop) -> T:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(work)
 
 
 class SimulatedPeer:

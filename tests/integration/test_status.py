@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import pytest
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
+from slipstream.cli import main
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.launch.commands import profile
@@ -54,21 +55,32 @@ def store(server: EmbeddedRedis, config: RunConfig) -> Iterator[RedisStore]:
     filled.close()
 
 
-def status(config: RunConfig, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "run_async.py", "status", "name=mine", f"runs_dir={config.runs_dir}", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+@pytest.fixture
+def status(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The command: its exit code, output and errors."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = 0
+        try:
+            main(["status", "name=mine", f"runs_dir={config.runs_dir}", *arguments])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
 
 
-def test_the_screen_shows_silent_roles_json_is_one_object_and_reading_changes_nothing(config, store):
+def test_the_screen_shows_silent_roles_json_is_one_object_and_reading_changes_nothing(status, store):
     before = store.counts(), store.run_state(), store.roles()
     # It cannot be written to after a failover that demoted its machine to a replica.
     store._client.replicaof("127.0.0.1", 1)
     try:
-        done, reported = status(config), json.loads(status(config, "--json").stdout)
+        (code, screen, errors), (_, printed, _) = status(), status("--json")
     finally:
         store._client.replicaof("NO", "ONE")
-    assert done.returncode == 0, done.stderr
-    silent = next(line for line in done.stdout.splitlines() if line.split()[:1] == ["generator-0"])
+    assert code == 0, errors
+    reported = json.loads(printed)
+    silent = next(line for line in screen.splitlines() if line.split()[:1] == ["generator-0"])
     assert "SILENT, was ready" in silent
     assert "1h00m" in silent
     for part in (
@@ -77,7 +89,7 @@ def test_the_screen_shows_silent_roles_json_is_one_object_and_reading_changes_no
         "lag 0: 3",
         "died (signal SIGKILL); restarting in 1 s",
     ):
-        assert part in done.stdout
+        assert part in screen
     assert (reported["run"], reported["phase"], reported["ready_by_lag"]) == ("mine", "training", {"0": 3})
     livenesses = {role["name"]: role["liveness"] for role in reported["roles"]}
     assert livenesses == {"broker": "alive", "learner": "alive", "generator-0": "silent"}
@@ -85,27 +97,27 @@ def test_the_screen_shows_silent_roles_json_is_one_object_and_reading_changes_no
 
 
 @pytest.mark.usefixtures("store")
-def test_a_dead_store_is_one_sentence(config, server):
+def test_a_dead_store_is_one_sentence(config, server, status):
     server.stop()
-    done = status(config, "--watch")
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
+    code, screen, errors = status("--watch")
+    assert (code, screen) == (1, "")
+    (line,) = errors.splitlines()
     assert line.startswith("error: no store answered, as run 'mine' is not in progress here")
     assert not list((Path(config.runs_dir) / "mine" / "store").glob("redis.sock")), "it starts no server"
 
 
-def test_a_store_without_the_run_is_one_sentence_and_a_finished_run_shows_its_results(config, server):
-    done = status(config)
-    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+def test_a_store_without_the_run_is_one_sentence_and_a_finished_run_shows_its_results(config, server, status):
+    code, _, errors = status()
+    assert (code, len(errors.splitlines())) == (1, 1)
     server.stop()
     summary = {"steps": 4, "accuracy_greedy": 0.25, "num_final_prompts": {"greedy": 8}}
     RunFolder(config).write_summary(summary)
-    done = status(config)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "mine: done after 4 steps; final evaluation on 8 prompts: accuracy 0.250 greedy" in done.stdout
-    assert "summary.json" in done.stdout
+    code, screen, errors = status()
+    assert (code, errors) == (0, "")
+    assert "mine: done after 4 steps; final evaluation on 8 prompts: accuracy 0.250 greedy" in screen
+    assert "summary.json" in screen
     ended = {"run": "mine", "phase": "finished", "step": 4, "max_steps": 200, "summary": summary}
-    assert json.loads(status(config, "--json").stdout) == ended
+    assert json.loads(status("--json")[1]) == ended
 
 
 def test_a_profile_is_asked_for_with_steps_that_the_run_will_make(config, store, capsys):

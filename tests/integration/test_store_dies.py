@@ -121,11 +121,6 @@ def assert_stored(store: RedisStore, acknowledged: list[Packed]) -> None:
     assert outcomes <= {"duplicate"}, "an acknowledged trajectory is missing"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.make_task(tmp_path_factory.mktemp("store"), warm=False)
-
-
 def kill_store(run_folder: Path) -> int:
     """Send SIGKILL. Returns the old process id."""
     pid = int((run_folder / "store" / "redis.pid").read_text())

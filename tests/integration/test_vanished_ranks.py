@@ -1,13 +1,20 @@
-"""Two real ranks over Gloo: one is suspended, as if its machine had vanished, and the other ends and names it."""
+"""Two real ranks over Gloo: one is suspended, as if its machine had vanished, and the other ends and names it.
+
+`python -m tests.integration.test_vanished_ranks RANK FOLDER TIMEOUT_S STEP_S PORT`: a rank with one long step.
+"""
 
 import signal
 import socket
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from slipstream.learner.ranks import exit_rank, join_ranks
 from tests.integration.rank_processes import start_rank
 from tests.runs import until
 
@@ -31,11 +38,11 @@ def start(folder: Path, started: list, *, timeout_s: float, step_s: float) -> No
         port = taken.getsockname()[1]
     for rank in (0, 1):
         words = [str(word) for word in (rank, folder, timeout_s, step_s, port)]
-        started.append(start_rank(["-m", "tests.integration.watched_rank", *words]))
+        started.append(start_rank(["-m", __name__, *words]))
     until(lambda: (folder / "0.joined").exists() and (folder / "1.joined").exists(), timeout_s=DEADLINE_S, what="ranks")
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_stands_still_ends_the_other_with_its_name_and_machine(
     tmp_path: Path, started: list, stopped: int
 ) -> None:
@@ -50,8 +57,24 @@ def test_a_rank_that_stands_still_ends_the_other_with_its_name_and_machine(
     assert "Traceback" not in printed
 
 
+@pytest.mark.long
 def test_a_step_longer_than_the_limit_ends_no_rank(tmp_path: Path, started: list) -> None:
     start(tmp_path, started, timeout_s=1.5, step_s=4.0)
     for process in started:
         printed, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, printed
+
+
+def main(rank: int, folder: Path, timeout_s: float, step_s: float, port: str) -> None:
+    """Join, make a step without collectives, reduce once, and leave."""
+    meeting = {"rendezvous": f"tcp://127.0.0.1:{port}", "silence_s": timeout_s}
+    ranks = join_ranks(rank=rank, size=2, device=torch.device("cpu"), **meeting)
+    ranks.barrier()
+    (folder / f"{rank}.joined").touch()
+    time.sleep(step_s if rank else 0.0)
+    ranks.barrier()
+    exit_rank()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]), sys.argv[5])

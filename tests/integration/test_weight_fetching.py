@@ -3,72 +3,55 @@
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 
 import msgspec
 import pytest
-import torch
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import SnapshotSource, Update
+from slipstream.broker.messages import SnapshotSource
 from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.snapshots import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.learner.publishing.fetches import SnapshotServer
 from tests import runs
+from tests.contract.test_weight_relay import NUM_BYTES, TIMEOUT_S
+from tests.contract.test_weight_relay import Scene as LendingScene
 from tests.fakes import KEYS
 from tests.unit.broker.weight_versions import make_version
 
-TIMEOUT_S = 20.0
-NUM_BYTES = 3 * 32 * 1024
 
-
-class Scene:
-    """A learner that serves versions, each with a hundred more changed weights, and generators that fetch them."""
+class Scene(LendingScene):
+    """Generators fetch from the learner alone."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = SnapshotStore(folder)
-        self.address = f"ipc://{folder}.sock"
-        self.start()
-        self.with_deltas = True
-        self._fetchers: list[Fetcher] = []
+        super().__init__(folder)
+        self.snapshots = SnapshotServer(self.store, self.server)
 
-    def start(self) -> None:
-        self.server = StreamServer(self.store, keys=KEYS, address=self.address)
+    def restart(self) -> None:
+        self.server.close()
+        self.server = StreamServer(self.store, keys=KEYS, address=self.server.address)
         self.snapshots = SnapshotServer(self.store, self.server)
 
     def publish(self, *versions: int, pinned: tuple[int, ...] = ()) -> None:
         for version in versions:
-            self.snapshots.add(*make_version(version, moved=100 * version), with_delta=True, pinned=pinned)
+            self.snapshots.add(*self.version(version), with_delta=True, pinned=pinned)
 
     def join(self) -> Fetcher:
-        self._fetchers.append(Fetcher(KEYS))
-        return self._fetchers[-1]
-
-    def order(self, version: int, *, folder: Path | None = None, timeout_s: float = TIMEOUT_S) -> Update:
-        update, _ = make_version(version, moved=100 * version)
-        source = SnapshotSource(self.address, str(folder or "/not/shared"), has_deltas=self.with_deltas)
-        return msgspec.structs.replace(update, source=source, timeout_s=timeout_s)
-
-    def fetch(self, fetcher: Fetcher, version: int, *, folder: Path | None = None) -> int:
-        """Fetch a version and verify it. Returns the bytes read."""
-        fetched = fetcher.fetch(self.order(version, folder=folder), cancelled=Event())
-        _, packed = make_version(version, moved=100 * version)
-        assert all(torch.equal(got, expected) for got, expected in zip(fetched.tensors, packed, strict=True))
-        return fetcher.num_bytes
+        self.fetchers.append(Fetcher(KEYS))
+        return self.fetchers[-1]
 
     def close(self) -> None:
-        for fetcher in self._fetchers:
-            fetcher.close()
+        super().close()
         self.snapshots.close()
 
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
-    made = Scene(tmp_path / "weights")
-    yield made
-    made.close()
+    with closing(Scene(tmp_path)) as made:
+        yield made
 
 
 def test_a_follower_fetches_deltas_and_a_joiner_or_who_released_its_version_the_snapshot(scene: Scene) -> None:
@@ -83,7 +66,7 @@ def test_a_follower_fetches_deltas_and_a_joiner_or_who_released_its_version_the_
     follower.release()
     scene.publish(6)
     assert scene.fetch(follower, 6) >= NUM_BYTES
-    scene.with_deltas = False
+    scene.has_deltas = False
     scene.publish(7)
     assert scene.fetch(follower, 7) >= NUM_BYTES
 
@@ -109,8 +92,7 @@ def test_a_restarted_learner_at_the_same_address_is_followed(scene: Scene) -> No
     scene.publish(1)
     fetcher = scene.join()
     scene.fetch(fetcher, 1)
-    scene.server.close()
-    scene.start()
+    scene.restart()
     scene.publish(2)
     assert scene.fetch(fetcher, 2) < NUM_BYTES / 10
 
@@ -145,8 +127,7 @@ def test_a_damaged_shared_folder_and_that_of_another_run_fall_back_to_the_stream
     scene: Scene, tmp_path: Path, seen: str
 ) -> None:
     folder = tmp_path / "seen"
-    version = make_version(1, moved=100) if seen == "damaged" else make_version(1, seed=5)
-    SnapshotStore(folder).put(*version)
+    SnapshotStore(folder).put(*(scene.version(1) if seen == "damaged" else make_version(1, seed=5)))
     if seen == "damaged":
         path = folder / "version-00000001" / "bucket-0001.bin"
         path.write_bytes(bytes(path.stat().st_size))

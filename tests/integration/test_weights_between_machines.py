@@ -62,14 +62,8 @@ class Scene:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return runs.make_task(tmp_path, warm=False)
-
-
-@pytest.fixture
-def scene(folder: Path, machines: list[Machine]) -> Iterator[Scene]:  # noqa: F811
-    yield Scene(folder, *machines)
-    runs.kill_processes_of(folder)
+def scene(folder: Path, machines: list[Machine]) -> Scene:  # noqa: F811
+    return Scene(folder, *machines)
 
 
 def test_without_trust_generators_elsewhere_fetch_and_lend_and_one_that_insists_on_broadcasts_is_refused(
@@ -89,6 +83,7 @@ def test_without_trust_generators_elsewhere_fetch_and_lend_and_one_that_insists_
     assert "Traceback" not in scene.generators
 
 
+@pytest.mark.long  # covered by tests/integration/test_weights_over_a_slow_link.py[broadcast]
 def test_over_a_trusted_network_generators_elsewhere_take_part_in_broadcasts(scene: Scene) -> None:
     with scene.running("cluster.trusted_network=true", generators=("--id far-0", "--id far-1")):
         together = re.compile(r"epoch_opened.*far-0.*far-1")

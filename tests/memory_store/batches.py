@@ -1,16 +1,12 @@
 """MemoryStore, learner side: claims, commits, checkpoints, rollbacks, the step ledger."""
 
+from slipstream.buffer.errors import StaleFenceError
 from slipstream.buffer.records import CheckpointPointer, Claim, LagSplit, StepEntry
 from slipstream.buffer.sampling import Candidate, NotReady, Queue, Sample, SamplingRules, evict, sample, sample_oldest
 from slipstream.buffer.store_rules import make_claim, split_lag, stale_claim
-from tests.memory_store.errors import (
-    already_committed,
-    not_stored,
-    not_yet_committed,
-    out_of_order,
-    superseded_learner,
-)
 from tests.memory_store.state import Group, LiveClaim, MemoryState, UsedStep
+
+_RESUME = "start again with resume=true."
 
 
 class MemoryBatches(MemoryState):
@@ -19,21 +15,23 @@ class MemoryBatches(MemoryState):
     def claim(
         self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
     ) -> Claim | NotReady:
-        with self._changed:
-            run = self._opened()
-            if step <= run.step:
-                raise already_committed(step, newest=run.step)
-            if earlier := self._claims.pop(step, None):
-                self._enqueue_all(earlier.group_ids)
-            selected = self._sample(rules, step=step, version=version, num_groups=num_groups)
-            if isinstance(selected, NotReady):
-                return selected
-            for group_id in selected.group_ids:
-                self._dequeue(group_id)
-            run.fence += 1
-            self._claims[step] = LiveClaim(run.fence, self._deadline(lease_s), list(selected.group_ids))
-            lag = self._lag(selected.group_ids, version=version)
-            return make_claim(selected, step=step, fence=run.fence, lag=lag, num_spare=len(self._ready))
+        run = self._opened()
+        if step <= run.step:
+            raise StaleFenceError(
+                f"a step must be claimed before it is committed, got step {step}, but step {run.step} is the last one "
+                f"committed: another learner has continued this run; {_RESUME}"
+            )
+        if earlier := self._claims.pop(step, None):
+            self._enqueue_all(earlier.group_ids)
+        selected = self._sample(rules, step=step, version=version, num_groups=num_groups)
+        if isinstance(selected, NotReady):
+            return selected
+        for group_id in selected.group_ids:
+            self._dequeue(group_id)
+        run.fence += 1
+        self._claims[step] = LiveClaim(run.fence, self._deadline(lease_s), list(selected.group_ids))
+        lag = self._lag(selected.group_ids, version=version)
+        return make_claim(selected, step=step, fence=run.fence, lag=lag, num_spare=len(self._ready))
 
     def _sample(self, rules: SamplingRules, *, step: int, version: int, num_groups: int) -> Sample | NotReady:
         if rules.only_oldest:
@@ -72,57 +70,56 @@ class MemoryBatches(MemoryState):
 
     def _lag(self, group_ids: list[str], *, version: int) -> LagSplit:
         members = [member for group_id in group_ids for member in self._groups[group_id].members.values()]
-        in_flight, publish = sum(m.in_flight for m in members), sum(m.publish for m in members)
-        return split_lag(len(members), in_flight, publish, sum(m.arrived for m in members), version=version)
+        sums = (sum(getattr(member, name) for member in members) for name in ("in_flight", "publish", "arrived"))
+        return split_lag(len(members), *sums, version=version)
 
     def wait_ready(self, *, num_groups: int, timeout_s: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: len(self._ready) >= num_groups, timeout=timeout_s)
+        return self._changed.wait_for(lambda: len(self._ready) >= num_groups, timeout=timeout_s)
 
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
-        with self._changed:
-            for group_id in group_ids:
-                if group_id not in self._groups or not self._groups[group_id].members:
-                    raise not_stored(group_id)
-            return [self._groups[group_id].payloads for group_id in group_ids]
+        for group_id in group_ids:
+            if group_id not in self._groups or not self._groups[group_id].members:
+                raise StaleFenceError(
+                    f"group {group_id} must be stored to be fetched, but it is retired or has no members."
+                )
+        return [self._groups[group_id].payloads for group_id in group_ids]
 
     def renew_claim(self, claim: Claim, *, lease_s: float) -> None:
-        with self._changed:
-            self._live(claim).deadline = self._deadline(lease_s)
+        self._live(claim).deadline = self._deadline(lease_s)
 
     def reject(self, claim: Claim, *, group_ids: list[str], reason: str) -> int:
-        with self._changed:
-            live = self._live(claim)
-            rejected = [group_id for group_id in dict.fromkeys(group_ids) if group_id in live.group_ids]
-            for group_id in rejected:
-                live.group_ids.remove(group_id)
-                if self._groups[group_id].steps:
-                    self._enqueue(group_id, is_released=True)
-                else:
-                    self._end(group_id, "rejected", reason)
-            return len(rejected)
+        live = self._live(claim)
+        rejected = [group_id for group_id in dict.fromkeys(group_ids) if group_id in live.group_ids]
+        for group_id in rejected:
+            live.group_ids.remove(group_id)
+            if self._groups[group_id].steps:
+                self._enqueue(group_id, is_released=True)
+            else:
+                self._end(group_id, "rejected", reason)
+        return len(rejected)
 
     def _live(self, claim: Claim) -> LiveClaim:
-        self._opened()
         live = self._claims.get(claim.step)
         if live is None or live.fence != claim.fence:
             raise stale_claim(claim)
         return live
 
     def commit(self, claim: Claim, entry: StepEntry) -> None:
-        with self._changed:
-            if claim.step in self._used and self._used[claim.step].fence == claim.fence:
-                return
-            run, live = self._opened(), self._live(claim)
-            if claim.step != run.step + 1:
-                raise out_of_order(claim, newest=run.step)
-            del self._claims[claim.step]
-            self._used[claim.step] = UsedStep(claim.fence, live.group_ids)
-            for group_id in live.group_ids:
-                self._use(self._groups[group_id], step=claim.step)
-            self._consumed_at[claim.step] = run.consumed
-            self._ledger[claim.step] = entry
-            run.step, run.stepped_at, run.learner_fence = claim.step, self._now() / 1000, claim.fence
+        if claim.step in self._used and self._used[claim.step].fence == claim.fence:
+            return
+        run, live = self._opened(), self._live(claim)
+        if claim.step != run.step + 1:
+            raise StaleFenceError(
+                f"steps must be committed one after the other, got step {claim.step} after step {run.step}: the store "
+                f"is behind the learner, or another learner is running; {_RESUME}"
+            )
+        del self._claims[claim.step]
+        self._used[claim.step] = UsedStep(claim.fence, live.group_ids)
+        for group_id in live.group_ids:
+            self._use(self._groups[group_id], step=claim.step)
+        self._consumed_at[claim.step] = run.consumed
+        self._ledger[claim.step] = entry
+        run.step, run.stepped_at, run.learner_fence = claim.step, self._now() / 1000, claim.fence
 
     def _use(self, group: Group, *, step: int) -> None:
         run = self._opened()
@@ -138,16 +135,22 @@ class MemoryBatches(MemoryState):
         self._counters["trained_tokens"] += uses * group.written_tokens
 
     def checkpoint(self, pointer: CheckpointPointer, *, fence: int) -> int:
-        with self._changed:
-            run = self._opened()
-            if pointer.step > run.step:
-                raise not_yet_committed(pointer, step=run.step)
-            if fence != run.learner_fence:
-                raise superseded_learner(pointer, fence=fence, newest=run.learner_fence)
-            run.checkpoint = pointer
-            if run.phase == "finishing":
-                self._reusable.clear()
-            return sum(self._retire(step) for step in sorted(step for step in self._used if step <= pointer.step))
+        run = self._opened()
+        if pointer.step > run.step:
+            raise StaleFenceError(
+                f"a checkpoint must cover committed steps only, got step {pointer.step} ({pointer.name}), but step "
+                f"{run.step} is the last one committed: the store is behind the learner; start the learner again with "
+                "resume=true."
+            )
+        if fence != run.learner_fence:
+            raise StaleFenceError(
+                f"a checkpoint must come from the newest learner, got {pointer.name} with fence {fence} after fence "
+                f"{run.learner_fence}: another learner has continued this run; {_RESUME}"
+            )
+        run.checkpoint = pointer
+        if run.phase == "finishing":
+            self._reusable.clear()
+        return sum(self._retire(step) for step in sorted(step for step in self._used if step <= pointer.step))
 
     def _retire(self, step: int) -> int:
         used = self._used.pop(step)
@@ -160,33 +163,29 @@ class MemoryBatches(MemoryState):
         return len(used.group_ids) - len(kept)
 
     def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
-        with self._changed:
-            run = self._opened()
-            by_deadline = sorted(self._claims, key=lambda step: (self._claims[step].deadline, str(step)))
-            num_returned = sum(self._fail_claim(step)[0] for step in by_deadline)
-            for step in sorted(step for step in self._used if step > to_step):
-                num_returned += self._undo_uses(self._used.pop(step).group_ids, to_step=to_step)
-            self._ledger = {step: entry for step, entry in self._ledger.items() if step <= to_step}
-            self._consumed_at = {step: total for step, total in self._consumed_at.items() if step <= to_step}
-            run.step, run.version = to_step, to_version
-            run.archived_step = min(run.archived_step, to_step)
-            run.fence += 1
-            run.learner_fence = run.fence
-            run.consumed = run.consumed_by_version = self._consumed_at.get(to_step, 0)
-            return num_returned, run.fence
+        run = self._opened()
+        by_deadline = sorted(self._claims, key=lambda step: (self._claims[step].deadline, str(step)))
+        num_returned = sum(self._fail_claim(step)[0] for step in by_deadline)
+        for step in sorted(step for step in self._used if step > to_step):
+            num_returned += self._undo_uses(self._used.pop(step).group_ids, to_step=to_step)
+        self._ledger = {step: entry for step, entry in self._ledger.items() if step <= to_step}
+        self._consumed_at = {step: total for step, total in self._consumed_at.items() if step <= to_step}
+        run.step, run.version = to_step, to_version
+        run.archived_step = min(run.archived_step, to_step)
+        run.fence += 1
+        run.learner_fence = run.fence
+        run.consumed = run.consumed_by_version = self._consumed_at.get(to_step, 0)
+        return num_returned, run.fence
 
     def _undo_uses(self, group_ids: list[str], *, to_step: int) -> int:
         for group_id in group_ids:
             group = self._groups[group_id]
             self._reusable.pop(group.sequence, None)
-            kept = [step for step in group.steps if step <= to_step]
-            undone = len(group.steps) - len(kept)
+            undone = sum(step > to_step for step in group.steps)
             self._opened().uses -= undone
             self._count_trained(group, uses=-undone)
-            group.steps = kept
+            group.steps = group.steps[: len(group.steps) - undone]
         return self._enqueue_all(group_ids)
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
-        with self._changed:
-            self._opened()
-            return [self._ledger[step] for step in sorted(self._ledger) if step >= first_step]
+        return [self._ledger[step] for step in sorted(self._ledger) if step >= first_step]

@@ -45,28 +45,24 @@ class MemoryPrompts(MemoryState):
         max_evaluations: int | None = None,
         upcoming: Upcoming = NOTHING_SKIPPED,
     ) -> list[Lease]:
-        with self._changed:
-            most = max_groups * group_size
-            group_ids = self._take_pending_rows(
-                most if max_evaluations is None else min(most, max_evaluations), version
-            )
-            room = max_groups + len(group_ids) - ceil(len(group_ids) / group_size)
-            if self._opened().phase in ("starting", "training") and admission_limit >= 0:
-                group_ids += self._take_returned(room - len(group_ids))
-                new = room - len(group_ids)
-                of_all = {"size": group_size, "has_baseline": has_baseline}
-                group_ids += self._admit(new, limit=admission_limit, upcoming=upcoming, **of_all)
-            group_ids += self._take_pending_rows((room - len(group_ids)) * group_size, version)
-            deadline = self._deadline(lease_s)
-            return [self._hand_out(group_id, owner=owner, deadline=deadline) for group_id in group_ids]
+        most = max_groups * group_size
+        group_ids = self._take_pending_rows(most if max_evaluations is None else min(most, max_evaluations), version)
+        room = max_groups + len(group_ids) - ceil(len(group_ids) / group_size)
+        if self._opened().phase in ("starting", "training") and admission_limit >= 0:
+            returned = sorted(self._returned)[: room - len(group_ids)]
+            self._returned.difference_update(returned)
+            group_ids += map(str, returned)
+            of_all = {"size": group_size, "has_baseline": has_baseline}
+            group_ids += self._admit(room - len(group_ids), limit=admission_limit, upcoming=upcoming, **of_all)
+        group_ids += self._take_pending_rows((room - len(group_ids)) * group_size, version)
+        deadline = self._deadline(lease_s)
+        return [self._hand_out(group_id, owner=owner, deadline=deadline) for group_id in group_ids]
 
     def put_images(self, images: Mapping[str, bytes]) -> None:
-        with self._changed:
-            self._images = dict(images) | self._images
+        self._images = dict(images) | self._images
 
     def images(self, names: list[str]) -> dict[str, bytes]:
-        with self._changed:
-            return {name: self._images[name] for name in names if name in self._images}
+        return {name: self._images[name] for name in names if name in self._images}
 
     def _renew_leases(self, owner: str, lease_ids: list[str], *, lease_s: float) -> int:
         held = self._leased_to(owner)
@@ -76,50 +72,39 @@ class MemoryPrompts(MemoryState):
         return len(groups)
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
-        with self._changed:
-            self._opened()
-            num_returned = 0
-            for lease_id in lease_ids:
-                group_id = self._leased_group(lease_id)
-                if group_id is not None and owner in ("", self._groups[group_id].owner):
-                    self._return_lease(group_id, reason)
-                    num_returned += 1
-            return num_returned
+        num_returned = 0
+        for lease_id in lease_ids:
+            group_id = self._leased_group(lease_id)
+            if group_id is not None and owner in ("", self._groups[group_id].owner):
+                self._return_lease(group_id, reason)
+                num_returned += 1
+        return num_returned
 
     def return_leases_of(self, *, owner: str, reason: str) -> int:
-        with self._changed:
-            self._opened()
-            return len([self._return_lease(group_id, reason) for group_id in self._leased_to(owner)])
+        return len([self._return_lease(group_id, reason) for group_id in self._leased_to(owner)])
 
     def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float, fence: int = NO_FENCE) -> None:
-        with self._changed:
-            self._check_chief(fence)
-            by = int(jump_s * 1000)
-            for leases in (self._leases, self._evaluation_leases):
-                for group_id, deadline in leases.items():
-                    leases[group_id] = min(deadline + by, self._deadline(lease_s))
-            for claim in self._claims.values():
-                claim.deadline = min(claim.deadline + by, self._deadline(claim_lease_s))
-            for group in self._groups.values():
-                group.first_at = min(group.first_at + by, self._now())
+        self._check_chief(fence)
+        by = int(jump_s * 1000)
+        for leases in (self._leases, self._evaluation_leases):
+            for group_id, deadline in leases.items():
+                leases[group_id] = min(deadline + by, self._deadline(lease_s))
+        for claim in self._claims.values():
+            claim.deadline = min(claim.deadline + by, self._deadline(claim_lease_s))
+        for group in self._groups.values():
+            group.first_at = min(group.first_at + by, self._now())
 
     def reap(self, *, group_deadline: GroupDeadline | None = None, fence: int = NO_FENCE) -> list[str]:
-        with self._changed:
-            self._check_chief(fence)
-            lapsed = [*_lapsed(self._leases, now=self._now()), *_lapsed(self._evaluation_leases, now=self._now())]
-            messages = [self._return_lease(group_id, "lapsed") for group_id in lapsed]
-            return [*messages, *self._reap_groups(group_deadline), *self._reap_claims()]
+        self._check_chief(fence)
+        lapsed = [*_lapsed(self._leases, now=self._now()), *_lapsed(self._evaluation_leases, now=self._now())]
+        messages = [self._return_lease(group_id, "lapsed") for group_id in lapsed]
+        return [*messages, *self._reap_groups(group_deadline), *self._reap_claims()]
 
     def _take_pending_rows(self, room: int, version: int | None) -> list[str]:
         if self._opened().phase in ("finished", "failed"):
             return []
         asked = sorted(each for each in self._evaluation_pending if version in (None, each >> 32))
         return [self._evaluation_pending.pop(sequence) for sequence in asked[:room]]
-
-    def _take_returned(self, room: int) -> list[str]:
-        ordinals = sorted(self._returned)[:room]
-        self._returned.difference_update(ordinals)
-        return [str(ordinal) for ordinal in ordinals]
 
     def _admit(self, room: int, *, limit: int, upcoming: Upcoming, **of_all: Any) -> list[str]:
         run, group_ids = self._opened(), list[str]()
@@ -165,9 +150,9 @@ class MemoryPrompts(MemoryState):
 
     def _leased_group(self, lease_id: str) -> str | None:
         group_id = group_of(lease_id)
-        is_leased = group_id in self._leases_of_kind(group_id)
-        is_current = is_leased and make_lease_id(group_id, self._groups[group_id].attempt) == lease_id
-        return group_id if is_current else None
+        if group_id not in self._leases_of_kind(group_id):
+            return None
+        return group_id if make_lease_id(group_id, self._groups[group_id].attempt) == lease_id else None
 
     def _return_lease(self, group_id: str, reason: str) -> str:
         group = self._groups[group_id]
@@ -180,21 +165,24 @@ class MemoryPrompts(MemoryState):
             self._evaluation_pending[group.sequence] = group_id
         else:
             self._returned.add(int(group_id))
-        attempt = group.attempt - 1
-        return lapsed_lease_message(group_id, attempt=attempt, owner=group.owner, is_quarantined=is_quarantined)
+        lapsed = {"attempt": group.attempt - 1, "owner": group.owner, "is_quarantined": is_quarantined}
+        return lapsed_lease_message(group_id, **lapsed)
 
     def _reap_groups(self, deadline: GroupDeadline | None) -> list[str]:
         if deadline is None or isinstance(deadline, RefillConfig):
             return []
-        first_at = {group.id: group.first_at for group in self._groups.values() if self._is_open(group)}
-        late = _lapsed(first_at, now=self._now() - int(deadline.after_s * 1000))
         fewest = deadline.min_members if isinstance(deadline, TrainShortConfig) else 0
-        groups = [self._groups[group_id] for group_id in late]
-        return [self._reap_group(group, deadline) for group in groups if group.num_sampled >= fewest]
+        return [
+            self._reap_group(group, deadline)
+            for group in self._open_groups(until=self._now() - int(deadline.after_s * 1000))
+            if sum(not member.header.is_greedy for member in group.members.values()) >= fewest
+        ]
 
-    def _is_open(self, group: Group) -> bool:
-        is_waiting = group.id in self._leases or (not is_evaluation(group.id) and int(group.id) in self._returned)
-        return is_waiting and bool(group.members)
+    def _open_groups(self, *, until: int) -> list[Group]:
+        """Incomplete groups with members, the oldest first."""
+        waiting = [self._groups[group_id] for group_id in (*self._leases, *map(str, self._returned))]
+        first_at = {group.id: group.first_at for group in waiting if group.members}
+        return [self._groups[group_id] for group_id in _lapsed(first_at, now=until)]
 
     def _reap_group(self, group: Group, deadline: TrainShortConfig | DropShortConfig) -> str:
         message = short_group_message(group.id, members=len(group.members), size=group.size, deadline=deadline)
@@ -216,45 +204,34 @@ class MemoryPrompts(MemoryState):
         return messages
 
     def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]], *, guest: str = "") -> list[Insertion]:
-        with self._changed:
-            self._opened()
-            return [
-                self._insert(header, payload, guest)
-                if header.purpose == "train"
-                else self._insert_evaluation(header, payload)
-                for header, payload in trajectories
-            ]
+        return [
+            self._insert(*each, guest) if each[0].purpose == "train" else self._insert_evaluation(*each)
+            for each in trajectories
+        ]
 
     def quarantine_guest(self, guest: str, *, reason: str) -> int:
-        with self._changed:
-            self._opened()
-            self._quarantined.setdefault(guest, reason)
-            for sequence, group_id in list(self._reusable.items()):
-                if guest in self._groups[group_id].guests:
-                    del self._reusable[sequence]
-            first_at = {group.id: group.first_at for group in self._groups.values() if self._is_open(group)}
-            waiting = [*(self._ready[at] for at in sorted(self._ready)), *_lapsed(first_at, now=self._now())]
-            ended = [group_id for group_id in waiting if guest in self._groups[group_id].guests]
-            for group_id in ended:
-                self._ready.pop(self._groups[group_id].sequence, None)
-                self._leases.pop(group_id, None)
-                self._returned.discard(int(group_id))
-                self._end(group_id, "quarantined", f"guest: {guest}")
-            return len(ended)
+        self._quarantined.setdefault(guest, reason)
+        for sequence, group_id in list(self._reusable.items()):
+            if guest in self._groups[group_id].guests:
+                del self._reusable[sequence]
+        ready = [self._groups[self._ready[at]] for at in sorted(self._ready)]
+        ended = [each for each in (*ready, *self._open_groups(until=self._now())) if guest in each.guests]
+        for group in ended:
+            self._ready.pop(group.sequence, None)
+            self._leases.pop(group.id, None)
+            self._returned.discard(int(group.id))
+            self._end(group.id, "quarantined", f"guest: {guest}")
+        return len(ended)
 
     def quarantined_guests(self) -> dict[str, str]:
-        with self._changed:
-            return dict(self._quarantined)
+        return dict(self._quarantined)
 
     def quarantine(self, reason: str, frame: bytes) -> None:
-        with self._changed:
-            self._opened()
-            self._frames.appendleft((reason, bytes(frame[:FRAME_BYTES_KEPT])))
-            self._refused[reason] += 1
+        self._frames.appendleft((reason, bytes(frame[:FRAME_BYTES_KEPT])))
+        self._refused[reason] += 1
 
     def quarantined_frames(self) -> list[tuple[str, bytes]]:
-        with self._changed:
-            return list(self._frames)
+        return list(self._frames)
 
     def _insert(self, header: TrajectoryHeader, payload: bytes, guest: str) -> Insertion:
         objection = self._objection_to(header)
@@ -272,15 +249,14 @@ class MemoryPrompts(MemoryState):
         group.guests |= {guest} - {""}
         self._counters["accepted"] += 1
         self._counters["accepted_tokens"] += header.written_tokens
-        is_ready = len(group.members) == group.size and self._complete(group)
-        return Insertion(outcome="inserted", group_is_ready=is_ready)
+        return Insertion("inserted", group_is_ready=len(group.members) == group.size and self._complete(group))
 
     def _objection_to(self, header: TrajectoryHeader) -> Insertion | None:
         group = self._groups.get(header.group_id)
-        sums = {member.id: member.checksum for member in group.members.values()} if group else {}
-        if header.id in sums:
-            is_same = sums[header.id] == header.checksum
-            return Insertion(outcome="duplicate") if is_same else _refusal("content_conflict")
+        for stored in group.members.values() if group else ():
+            if stored.header.id == header.id:
+                is_same = stored.header.checksum == header.checksum
+                return Insertion(outcome="duplicate") if is_same else _refusal("content_conflict")
         if group is None or group.purpose != "train":
             is_done = header.group_id.isdecimal() and int(header.group_id) in self._done
             return Insertion(outcome="superseded") if is_done else _refusal("unknown_group")
@@ -300,47 +276,37 @@ class MemoryPrompts(MemoryState):
         return None
 
     def _make_member(self, header: TrajectoryHeader, payload: bytes) -> Member:
-        run = self._opened()
-        applied = max(header.oldest_version, run.version)
-        announced = max(applied, run.announced_version)
-        in_flight = applied - header.oldest_version
-        return Member(header.id, header.checksum, payload, header, in_flight, announced - applied, announced)
+        applied = max(header.oldest_version, self._opened().version)
+        announced = max(applied, self._opened().announced_version)
+        return Member(payload, header, applied - header.oldest_version, announced - applied, announced)
 
     def open_evaluation(
         self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int], samples: int = 1
     ) -> None:
-        with self._changed:
-            run = self._opened()
-            if evaluation_id in self._evaluations:
-                return
-            asked = asked_answers(rows, samples=samples)
-            self._evaluations[evaluation_id] = OpenEvaluation(purpose, version, len(asked))
-            for answer in asked:
-                run.evaluation_sequence += 1
-                sequence = evaluation_sequence(version, run.evaluation_sequence)
-                group = Group(evaluation_group_id(evaluation_id, answer), purpose, 1, sequence)
-                self._groups[group.id] = group
-                self._evaluation_pending[group.sequence] = group.id
+        run = self._opened()
+        if evaluation_id in self._evaluations:
+            return
+        asked = asked_answers(rows, samples=samples)
+        self._evaluations[evaluation_id] = OpenEvaluation(purpose, version, len(asked))
+        for answer in asked:
+            run.evaluation_sequence += 1
+            sequence = evaluation_sequence(version, run.evaluation_sequence)
+            group = Group(evaluation_group_id(evaluation_id, answer), purpose, 1, sequence)
+            self._groups[group.id] = group
+            self._evaluation_pending[group.sequence] = group.id
 
     def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
-        with self._changed:
-            stored = self._evaluations.get(evaluation_id)
-            if stored is None:
-                return None
-            return EvaluationResult(
-                id=evaluation_id,
-                purpose=stored.purpose,
-                version=stored.version,
-                num_asked=stored.num_asked,
-                num_answered=len(stored.answered),
-                num_correct=stored.num_correct,
-                num_failed=stored.num_failed,
-            )
+        stored = self._evaluations.get(evaluation_id)
+        if stored is None:
+            return None
+        same = {
+            name: getattr(stored, name) for name in ("purpose", "version", "num_asked", "num_correct", "num_failed")
+        }
+        return EvaluationResult(id=evaluation_id, num_answered=len(stored.answered), **same)
 
     def evaluation_answers(self, evaluation_id: str) -> list[EvaluationAnswer]:
-        with self._changed:
-            stored = self._evaluations.get(evaluation_id)
-            return list(stored.answered.values()) if stored else []
+        stored = self._evaluations.get(evaluation_id)
+        return list(stored.answered.values()) if stored else []
 
     def _insert_evaluation(self, header: TrajectoryHeader, payload: bytes) -> Insertion:
         evaluation_id, _, answer = header.group_id.rpartition(":")

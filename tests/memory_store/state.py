@@ -5,7 +5,10 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
 
+from slipstream.buffer.errors import StaleFenceError
 from slipstream.buffer.records import (
     EVENTS_KEPT,
     FRAMES_KEPT,
@@ -23,7 +26,6 @@ from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
 from slipstream.configs.base import Record
 from slipstream.configs.buffer import AccuracyConfig, FilterConfig, ZeroAdvantageConfig
 from slipstream.configs.data import CurriculumConfig
-from tests.memory_store.errors import stale_chief
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +67,11 @@ class SuccessRate(Record):
 
 @dataclass
 class Member:
-    id: str
-    checksum: int
     payload: bytes
     header: TrajectoryHeader
-    in_flight: int = 0
-    publish: int = 0
-    arrived: int = 0
+    in_flight: int
+    publish: int
+    arrived: int
 
 
 @dataclass
@@ -100,14 +100,6 @@ class Group:
     @property
     def written_tokens(self) -> int:
         return sum(member.header.written_tokens for member in self.members.values())
-
-    @property
-    def num_sampled(self) -> int:
-        return sum(not member.header.is_greedy for member in self.members.values())
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(len(member.payload) for member in self.members.values())
 
     @property
     def rewards(self) -> GroupRewards:
@@ -184,11 +176,31 @@ class Chief:
     deadline: int
 
 
+_ALSO_BEFORE_A_RUN = {"open_run", "close", "now", "events", "wait_ready", "fetch", "images", "put_images", "evaluation"}
+_ALSO_BEFORE_A_RUN |= {"evaluation_answers", "quarantined_guests", "quarantined_frames", "cpu_s", "memory", "full_disk"}
+
+
+def _locked(operation: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(operation)
+    def locked(store: "MemoryState", *arguments: Any, **named: Any) -> Any:
+        with store._changed:
+            if operation.__name__ not in _ALSO_BEFORE_A_RUN:
+                store._opened()
+            return operation(store, *arguments, **named)
+
+    return locked
+
+
 class MemoryState:
     """The state, its lock, and the transitions that several operations share.
 
-    The reasons for each are in the Lua scripts of the Redis store.
+    The reasons for each are in the Lua scripts of the Redis store. Public methods of this package hold the lock.
     """
+
+    def __init_subclass__(cls) -> None:
+        for name, method in list(vars(cls).items()):
+            if cls.__module__.startswith("tests.memory_store") and not name.startswith("_"):
+                setattr(cls, name, _locked(method))
 
     def __init__(self, *, clock: Callable[[], float] = time.time, max_attempts: int = 5) -> None:
         self._clock = clock
@@ -233,9 +245,11 @@ class MemoryState:
         """No-op: the state lives as long as the store."""
 
     def _check_chief(self, fence: int) -> None:
-        self._opened()
         if self._chief and not (self._chief.fence == fence and self._chief.deadline > self._now()):
-            raise stale_chief(fence)
+            raise StaleFenceError(
+                f"a broker must be the chief of its run to do this, but its lease with fence {fence} has lapsed or "
+                "another broker holds it: leave it to the current chief."
+            )
 
     def _opened(self) -> Run:
         if self._run is None:

@@ -53,7 +53,7 @@ TRIED_BY = {
     ".ci/run": each_of("make ", "run check test setup test-all"),
     "tests/unit/scripts/test_setup.py": ["make constraints"],
     "tests/shape/test_documents.py": ["make docs", "python -m docs.tools.write_docs"],
-    "tests/integration/test_site.py": ["make site"],
+    "tests/integration/test_documented_commands.py": ["make site"],
     "tests/integration/test_gpu_check.py": ["make gpu-bundle", "make gpu-check"],
     "tests/integration/test_chaos.py": ["make chaos", "python -m tests.chaos"],
     "tests/shape/test_code.py": ["make mutants", "python -m tests.mutants"],
@@ -108,7 +108,7 @@ class Command(NamedTuple):
 def find_commands(page: str) -> Iterator[Command]:
     """Every command of a page; of those within a sentence the ones with arguments: others are names.
 
-    The `sh` blocks of tutorials are left out: tests/integration/test_tutorials.py executes them.
+    The `sh` blocks of tutorials are left out: tests/integration/test_documented_commands.py executes them.
     """
     content = text(page)
     executed = "sh" if page.startswith("docs/tutorials/") else ""

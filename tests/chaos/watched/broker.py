@@ -14,8 +14,7 @@ from slipstream.buffer.archive import shards
 from slipstream.buffer.redis import run_store
 from slipstream.configs import broker as configs
 from tests.chaos.stage import JOURNALS, POINTS
-from tests.chaos.watched.journal import Journal
-from tests.chaos.watched.points import Points
+from tests.chaos.watched.journal import Journal, Points
 from tests.chaos.watched.store import WatchedStore
 
 _CREDIT_MESSAGES, _CREDIT_BYTES = 24, 24 * 1024

@@ -14,8 +14,7 @@ from slipstream.buffer.redis.connection import text
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import NotReady
 from slipstream.buffer.store_rules import NO_FENCE
-from tests.chaos.watched.journal import Journal
-from tests.chaos.watched.points import Points
+from tests.chaos.watched.journal import Journal, Points
 
 _REPEATED = 0.15
 

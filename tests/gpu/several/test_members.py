@@ -10,15 +10,8 @@ from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.runtime.process import NCCL_ENVIRONMENT
-from tests.gpu.device import DEVICE, IS_SMALL
-from tests.gpu.several.gpus import num_generators, take_gpus
-from tests.integration.test_weight_round_trip import (
-    START_S,
-    Learner,
-    MemberProcess,
-    SignalHalfway,
-    serve_member,
-)
+from tests.gpu.device import DEVICE, IS_SMALL, num_generators, take_gpus
+from tests.integration.test_weight_round_trip import START_S, Learner, MemberProcess, SignalHalfway, serve_member
 
 pytestmark = [pytest.mark.own_process, pytest.mark.timeout(150)]
 

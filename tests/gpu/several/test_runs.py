@@ -6,8 +6,7 @@ import pytest
 
 from tests import runs
 from tests.e2e.test_engine_dies import check_replacement
-from tests.gpu.device import IS_SMALL
-from tests.gpu.several.gpus import take_gpus
+from tests.gpu.device import IS_SMALL, take_gpus
 from tests.runs import FEW, RANDOM
 
 pytestmark = pytest.mark.own_process

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.broadcast_updates import Case, check_updates
-from tests.gpu.device import DEVICE, IS_SMALL
-from tests.gpu.several.gpus import take_gpus
+from tests.gpu.device import DEVICE, IS_SMALL, take_gpus
 
 pytestmark = [pytest.mark.own_process, pytest.mark.timeout(280)]
 
