@@ -87,7 +87,7 @@ _RECIPE_PREFIXES = ("algorithm.", "buffer.filter.")
 
 
 def _without_experiment(overrides: list[str]) -> list[str]:
-    """With a recipe: overrides without the experiment, whose algorithm settings don't fit it; else empty."""
+    """With a recipe: overrides without the experiment, which does not fit it; else empty."""
     if not any(text.startswith("recipe=") and text != "recipe=none" for text in overrides):
         return []
     return [text for text in overrides if not text.startswith("experiment=")]

@@ -426,7 +426,7 @@ def _is_shared(needs: Sequence[Need], where: str) -> bool:
 
 
 def _sequence_gib(run: RunConfig, model: PreTrainedModel) -> float:
-    """Of the longest sequence, per device."""
+    """KV cache of the longest sequence, per device."""
     engine = run.generators.engine
     assert isinstance(engine, VllmEngineConfig)
     width = 1 if "fp8" in engine.kv_cache_dtype else getattr(torch, run.model.dtype).itemsize

@@ -17,7 +17,6 @@ import pytest
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from tests import runs
-from tests.chaos.state_audit import read_snapshot
 from tests.runs import SMALL, Run, end, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -133,33 +132,6 @@ def test_the_status_of_the_run_shows_peers_with_another_token(folder: Path, run:
         return "connections without the run's token" in shown
 
     until(is_shown, timeout_s=60, what="an event in the status")
-
-
-def test_a_generator_that_gets_sigterm_during_work_returns_its_leases_and_sends_bye(folder: Path, run: Run) -> None:
-    words = ["--id", "brief", "name=guarded", f"broker.address=ipc://{folder}/guarded.sock"]
-    command = [sys.executable, "-m", "slipstream.generators", *words]
-    generator = runs.start(folder / "brief.log", command, folder, SLIPSTREAM_TOKEN=TOKEN)
-    with open_run_store(run.path, timeout_s=20) as store:
-
-        def leases() -> list[str]:
-            held = read_snapshot(store._client, "{guarded}:").below("leases_of:")
-            return [lease for owner, owned in held.items() if owner.startswith("brief/") for lease in owned]
-
-        def is_at_work() -> bool:
-            # Its last report is older than its leases, so it may have answered them all since.
-            return store.roles().get("brief", {}).get("running", 0) > 0 and bool(leases())
-
-        try:
-            until(is_at_work, timeout_s=DEADLINE_S, what="a generator at work")
-            generator.terminate()
-            assert generator.wait(timeout=30) == 0
-        finally:
-            runs.kill_tree(generator)
-        until(lambda: store.roles()["brief"]["state"] == "gone", timeout_s=20, what="a Bye")
-        assert leases() == []
-        # A Bye is no event, unlike silence and expired leases. One that leaves in a broadcast is evicted.
-        texts = [event.text for event in store.events(limit=256) if event.role == "brief"]
-        assert [text for text in texts if not text.startswith("evicted: ")] == []
 
 
 def test_a_second_launcher_is_refused_and_the_run_outlives_all_bad_joiners(folder: Path, run: Run) -> None:

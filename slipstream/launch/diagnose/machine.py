@@ -189,7 +189,7 @@ _MIN_DISK, _LITTLE_DISK = 256 * 2**20, 2**30
 _BYTES_OF_A_PARAMETER = 16
 """Weights, float32 copy, and both moments."""
 _MIN_PROCESSES = 512
-"""Of a small run, with threads."""
+"""For a small run, with threads."""
 _MIN_DRIVERS = {"12": 525, "13": 580}
 """CUDA -> oldest Linux driver. Source: minor version compatibility in CUDA's release notes."""
 _PLAN = "`slipstream plan` shows what each process takes"
