@@ -123,7 +123,8 @@ class ToolLoop:
         if set(call.arguments) != {ONLY}:
             return call.arguments
         tool = next(tool for tool in self._tools if tool.name == call.name)
-        names = list(tool.schema["function"]["parameters"]["properties"])
+        function: Any = tool.schema["function"]
+        names = list(function["parameters"]["properties"])
         if len(names) != 1:
             raise ToolError(f"{call.name} needs a JSON record with {', '.join(names)}")
         return {names[0]: call.arguments[ONLY]}

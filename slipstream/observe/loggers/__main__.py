@@ -140,9 +140,9 @@ class LoggerProcess:
     def _report(self, state: str) -> None:
         where = {"role": "logger", "state": state, "host": socket.gethostname(), "pid": os.getpid()}
         gauges = self._delivery.gauges() if self._delivery else {"reason": "waiting for the first step"}
-        gauges["lost"] = self._feed.num_lost if self._feed else 0
+        lost = {"lost": self._feed.num_lost if self._feed else 0}
         if self._reader.has_store:
-            self._reader.store.report_role(self._role, where | gauges)
+            self._reader.store.report_role(self._role, where | gauges | lost)
 
 
 if __name__ == "__main__":
