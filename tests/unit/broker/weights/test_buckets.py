@@ -6,6 +6,7 @@ import sys
 import weakref
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import OpenEpoch, TensorSlot
-from slipstream.broker.weights import buckets, checkpoint_names, shared_buckets
+from slipstream.broker.weights import buckets, checkpoint_names
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.broker.weights.shared_buckets import BucketMaps, SharedBuckets, free_memory_bytes, map_buckets
 from slipstream.broker.weights.transport import MemoryReceiver, MemorySender
@@ -167,7 +168,10 @@ def test_another_process_reads_the_buckets_and_cannot_change_them() -> None:
 
 def test_pinned_buckets_are_one_region_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[int] = []
-    monkeypatch.setattr(shared_buckets, "_pin", lambda memory, _: pinned.append(memory.numel()))
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: pinned.append(size) or 0, cudaHostUnregister=lambda address: None
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     sizes = [3 << 20, 5 << 20, 100]
     allocated = SharedBuckets(sizes, is_pinned=True)
     assert [bucket.numel() for bucket in allocated.tensors] == sizes
