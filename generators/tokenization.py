@@ -180,9 +180,8 @@ class PromptEncoder:
         Raises PromptError.
         """
         self._require_template("an agent sends chat messages")
-        hidden = self._hide_names(messages)
-        text = self._render(hidden, tools=tools, variables=variables, subject="the messages of an agent")
-        return self._encode_hidden(text)
+        hidden, subject = self._hide_names(messages), "the messages of an agent"
+        return self._encode_hidden(self._render(hidden, tools=tools, variables=variables, subject=subject))
 
     def _encode_hidden(self, text: str) -> list[int]:
         token_ids = []

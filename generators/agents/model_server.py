@@ -243,7 +243,7 @@ class ModelServer:
         self._model = model
         self._max_length = max_length
         self._accesses: dict[str, AgentAccess] = {}
-        self._server: uvicorn.Server | None = None
+        self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
         posted: dict[str, Handler] = {"/v1/chat/completions": self._chat, **keyed}
@@ -265,7 +265,11 @@ class ModelServer:
         config = uvicorn.Config(self._app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=60)
         self._server = uvicorn.Server(config)
         # Leave signals to the generator.
+<<<<<<< HEAD
         self._server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
+=======
+        self._server.capture_signals = nullcontext
+>>>>>>> shrink-generators
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         log.info("model_server_started", address=self.address)
 

@@ -139,6 +139,7 @@ class Tool:
         self._shared = shared or (None if is_class else partial(function, **config.arguments))
         self._class = function
         self.name = config.name or (config.function if self._is_built_in else function.__name__)
+        self.schema: dict[str, Any]
         if described := getattr(shared, "schema", None):
             self.schema = {"type": "function", "function": {"name": self.name, **described}}
         else:

@@ -225,7 +225,7 @@ def test_what_is_acknowledged_is_stored_id_by_id_however_large_the_batch(num_gro
     sent = put(ingest, b"g", groups=range(num_groups))
     acknowledged = [each for _, answer in ingest.flush() if isinstance(answer, Ack) for each in answer.ids]
     assert sorted(acknowledged) == sorted(sent)
-    stored = {f"{group_id}-{index}" for group_id, group in store._groups.items() for index in group.members}
+    stored = {member.header.id for group in store._groups.values() for member in group.members.values()}
     assert stored == sent
     assert store.counts().accepted == num_groups
 
