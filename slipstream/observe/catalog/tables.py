@@ -1,7 +1,7 @@
 """Terminal tables of trajectories and their statistics."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import groupby, islice, pairwise
 
@@ -199,7 +199,7 @@ class _Totals:
         rewards = [trajectory.reward.total] if is_ok and is_sampled else []
         learner_versions = [step_versions[step] for step in stored.steps if step in step_versions]
         lags = [version - stored.oldest_version for version in learner_versions]
-        found = (rewards, [trajectory.num_tokens], [stored.response_tokens], lags)
+        found: tuple[Sequence[float], ...] = (rewards, [trajectory.num_tokens], [stored.response_tokens], lags)
         for name, values in zip(_MEASURES, found, strict=True):
             self.values[name] += values
         for version in learner_versions:
