@@ -265,11 +265,7 @@ class ModelServer:
         config = uvicorn.Config(self._app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=60)
         self._server = uvicorn.Server(config)
         # Leave signals to the generator.
-<<<<<<< HEAD
-        self._server.capture_signals = nullcontext  # type: ignore[assignment, method-assign]
-=======
         self._server.capture_signals = nullcontext
->>>>>>> shrink-generators
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         log.info("model_server_started", address=self.address)
 

@@ -109,17 +109,10 @@ class LiveView:
         shares = "  ".join(f"{lag}: {100 * histogram[lag] / total:.0f}%" for lag in sorted(histogram))
         line = partial(Text, overflow="ellipsis", no_wrap=True)
         lags = line(f"lag     {shares or '…'}   (tokens of the last step, by versions behind)")
-        parts: list[RenderableType] = [
-            self._progress(snapshot),
-            Text(),
-            _numbers(snapshot),
-            Text(),
-            lags,
-            _role_lines(snapshot),
-        ]
+        parts: list[RenderableType] = [self._progress(snapshot), Text(), _numbers(snapshot), Text(), lags]
         # The cause is never truncated: the text ends with the remedy.
         causes = [Text(f"dead end: {cause}", style="bold red")] if cause else []
-        group = Group(*parts, line(f"waits   {waits}", style="yellow"), *causes)
+        group = Group(*parts, _role_lines(snapshot), line(f"waits   {waits}", style="yellow"), *causes)
         return Panel(group, title=f"slipstream · {self._run.name} · {snapshot.state.phase}", title_align="left")
 
     def _progress(self, snapshot: RunSnapshot) -> Table:
