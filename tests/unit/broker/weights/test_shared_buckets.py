@@ -4,13 +4,13 @@ import mmap
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.weights import shared_buckets
 from slipstream.broker.weights.shared_buckets import BucketMaps, SharedBuckets, free_memory_bytes, map_buckets
 
 READER = """
@@ -35,7 +35,10 @@ def test_another_process_reads_the_buckets_and_cannot_change_them() -> None:
 
 def test_pinned_buckets_are_one_region_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[int] = []
-    monkeypatch.setattr(shared_buckets, "_pin", lambda memory, _: pinned.append(memory.numel()))
+    cuda = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: pinned.append(size) or 0, cudaHostUnregister=lambda address: None
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     sizes = [3 << 20, 5 << 20, 100]
     allocated = SharedBuckets(sizes, is_pinned=True)
     assert [bucket.numel() for bucket in allocated.tensors] == sizes

@@ -247,9 +247,13 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     (path / "bucket-0002.bin").unlink()
     with pytest.raises(WeightTransferError, match=r"must have its file .*bucket-0002\.bin"):
         read_all(path)
+
+
+def test_a_base_without_a_manifest_gets_no_delta(tmp_path: Path) -> None:
+    write_version(path := tmp_path / "version-00000012")
     (path / "manifest.json").unlink()
-    with pytest.raises(WeightTransferError, match=r"must be at .* with its manifest\.json"):
-        read_all(path)
+    snapshots.SnapshotStore(tmp_path).put(*make_version(13), with_delta=True)
+    assert not (tmp_path / "version-00000013" / "delta.json").exists()
 
 
 @pytest.mark.parametrize("size", [0, 100, 40_000])
