@@ -252,7 +252,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_base_without_a_manifest_gets_no_delta(tmp_path: Path) -> None:
     write_version(path := tmp_path / "version-00000012")
     (path / "manifest.json").unlink()
-    snapshots.SnapshotStore(tmp_path).put(*make_version(13), with_delta=True)
+    SnapshotStore(tmp_path).put(*make_version(13), with_delta=True)
     assert not (tmp_path / "version-00000013" / "delta.json").exists()
 
 
