@@ -250,6 +250,13 @@ def test_a_missing_bucket_and_an_inconsistent_or_undecodable_manifest_are_refuse
             snapshots.parse_manifest(content)
 
 
+def test_a_base_without_a_manifest_gets_no_delta(tmp_path: Path) -> None:
+    write_version(path := tmp_path / "version-00000012")
+    (path / "manifest.json").unlink()
+    SnapshotStore(tmp_path).put(*make_version(13), with_delta=True)
+    assert not (tmp_path / "version-00000013" / "delta.json").exists()
+
+
 def test_a_full_disk_or_folder_that_cannot_be_created_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before, _ = write_version(path := tmp_path / "version-00000012")
     update, packed = make_version(13)
