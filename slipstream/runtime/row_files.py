@@ -40,7 +40,7 @@ def require_demonstrations(path: Path) -> None:
     why = (
         "correct sft.train_path and sft.eval_path, or make a preset's files by `slipstream prepare` with its overrides"
     )
-    require(path.is_file(), str(path), f"be a file of demonstrations, {KINDS}", got="none", why=why)
+    require(path.is_file(), str(path), f"be a file of demonstrations, {KINDS}", got="one that does not exist", why=why)
 
 
 def read_table(path: Path) -> pa.Table:
