@@ -447,8 +447,11 @@ def test_an_adapter_is_the_policys_alone(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"kl": KlConfig(0.1, refresh_every_steps=2)}, r"refresh_every_steps=null, got 2: .* never changes"),
-        ({"reward": configs.RewardShapingConfig(mask_truncated=True)}, "advantage=prime needs .*mask_truncated=false"),
+        ({"kl": KlConfig(0.1, refresh_every_steps=2)}, r"refresh_every_steps must be null .*, got 2: .* never changes"),
+        (
+            {"reward": configs.RewardShapingConfig(mask_truncated=True)},
+            "mask_truncated must be false with algorithm.advantage=prime",
+        ),
     ],
 )
 def test_settings_that_contradict_it_are_refused(settings, complaint):
