@@ -70,7 +70,7 @@ def convert(file: Path, *, out: Path) -> None:
         unfinished = Path(folder) / out.name
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        # Another process may have written it meanwhile.
+        # Another process may have written it since.
         if not out.exists():
             unfinished.rename(out)
 

@@ -50,7 +50,7 @@ def in_pieces(frames: Frames) -> Frames:
 
 
 def assembled(frames: Frames) -> Frames:
-    """Undo `in_pieces`. Inconsistent messages stay as they are: their empty header is refused."""
+    """Undo `in_pieces`. Inconsistent messages stay unchanged: their empty header is refused."""
     if len(frames) < 2 or frames[0]:
         return frames
     try:
@@ -134,7 +134,7 @@ def check_free(address: str, *, network: IPv4Network | None = None) -> None:
 
 
 def is_refused(address: str, keys: Keys) -> bool:
-    """Whether a CURVE server refuses these keys, which closes the connection at once; blocks at most three seconds."""
+    """Whether a CURVE server refuses these keys, which closes the connection; blocks at most three seconds."""
     if not speaks_curve(address):
         return False
     with zmq.Context() as context, _open(context, zmq.DEALER, _client_options(keys) | {zmq.LINGER: 0}) as probe:

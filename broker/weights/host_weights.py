@@ -131,7 +131,7 @@ class HostWeights:
 
     def _allocate(self, sizes: list[int]) -> None:
         if self.buckets is None or self.buckets.sizes != sizes:
-            # Lending continues: requests get NotYetError meanwhile.
+            # Lending continues: until then, requests get NotYetError.
             with self._lock:
                 self._free()
             fresh = SharedBuckets(sizes)

@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 TRAINABLE = ~pc.field("outcome").isin(["quarantined", "rejected", "evaluated"])
 """Rows of groups that may be trained on."""
 _BATCH_ROWS = 256
-"""Rows in memory at once."""
+"""Largest number of rows in memory."""
 
 
 @contextmanager

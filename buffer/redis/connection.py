@@ -64,7 +64,7 @@ class RetryPolicy(Retry):
 
     @property
     def reason(self) -> str:
-        """The longest current wait, in words; empty without any."""
+        """A sentence about the longest current wait; empty without any."""
         since = min(list(self._waiting_since.values()), default=None)
         if since is None:
             return ""

@@ -46,7 +46,7 @@ _STATE_FIELDS = (
     "layout", "learner_fence", "next_ordinal", "admitted", "target_lag",
 )  # fmt: skip
 _READ_AT_ONCE = 32
-"""Groups with payloads in memory at once."""
+"""Largest number of groups with payloads in memory."""
 _FORGOTTEN_AT_ONCE = 256
 """Ledger entries deleted per script, which blocks the server."""
 _MIN_SPREAD = 1e-6

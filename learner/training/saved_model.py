@@ -74,7 +74,7 @@ def save_model(
         if not missing[file]:
             try:
                 attempt(partial(_save_file, parts.pop(file), folder / file))
-            # The other ranks go on gathering.
+            # The other ranks continue to gather.
             except Exception as error:
                 failure = error
     if failure:

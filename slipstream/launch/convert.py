@@ -77,7 +77,7 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
 
 
 def _model_of(source: Path) -> Path:
-    """The run's final model, or its newest checkpoint; any other folder as it is."""
+    """The run's final model, or its newest checkpoint; any other folder unchanged."""
     if not (source / "config.yaml").is_file():
         return source
     others = (source / "final_model", *sorted(source.glob("checkpoints/step-*"), reverse=True))
