@@ -148,7 +148,9 @@ def _without_report() -> Iterator[None]:
 class Critic(SecondModel[ValueModel, CriticConfig]):
     """The value model and its optimizer."""
 
-    load = staticmethod(load_value_model)
+    @staticmethod
+    def load(config: ModelConfig, **options: Any) -> ValueModel:
+        return load_value_model(config, **options)
 
     def fill(self, batch: Batch, updates: Updates, *, step: int) -> tuple[Batch, dict[str, float]]:
         columns = recompute(batch, [*chain(*updates)], self.engine.forward, names=["values"], ranks=self._ranks)
