@@ -54,7 +54,7 @@ _ARCHIVE_TIMEOUT_S = 4.0
 _STORAGE_TIMEOUT_S = 20.0
 """Time limit for retries of the object store, seconds."""
 _ANSWER_TIMEOUT_S = 3.0
-"""Of one store operation, which blocks the broker."""
+"""Timeout of one store operation; the broker serves no peer while it waits."""
 
 log = structlog.get_logger(__name__)
 

@@ -23,7 +23,7 @@ _WINDOW_GROUPS = 32
 _RETRY_AFTER_GROUPS = 100
 """Group times after which an excluded generator is measured with one group: 1 % of the time."""
 _DROP_INTERVAL_S = 1.0
-"""Between searches for lost leases; Pongs, which list the held ones, are no more frequent."""
+"""Interval between searches for lost leases; Pongs, which list the held ones, are no more frequent."""
 _EPSILON = 1e-6
 """Bound on the rounding error of missing groups."""
 

@@ -106,7 +106,7 @@ def _reject_schema(peer_id: str, version: int) -> Rejection:
 
 
 MAX_BYTES = 256 * 1024
-"""Of one answer, so that other peers are served in between."""
+"""Largest answer, small enough that other peers are served in between."""
 _MAX_PROBES = 8
 """Concurrent connection tests; further machines are answered without one."""
 
@@ -117,7 +117,7 @@ class Inspect(Message):
     listens_at: Name = ""
     """Endpoint to test, if inside `cluster.interface`; empty: none."""
     num_bytes: Annotated[int, Meta(ge=0, le=MAX_BYTES)] = 0
-    """Of the answer's second frame, for measuring the link."""
+    """Length of the answer's second frame, for measuring the link."""
     machine: HostName = ""
     """As in Hello; selects the brokers' addresses in the answer."""
 

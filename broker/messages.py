@@ -37,7 +37,7 @@ Frames = list[bytes]
 NO_EPOCH = 0
 """`Update.epoch` of a version that is fetched, not broadcast."""
 MAX_REASON_LENGTH = 256
-"""Of a reason that names a counter, characters; the sender truncates."""
+"""Characters of a reason that names a counter; the sender truncates longer ones."""
 ErrorText = Annotated[str, Meta(max_length=2**16)]
 """Fits an error with its traceback."""
 # Bounded because one Lua script receives all ids as arguments.
@@ -108,7 +108,7 @@ class Welcome(Message):
     num_heldout: dict[str, int]
     """Held-out set -> number of prompts."""
     model: ModelFingerprint | None = None
-    """Of `model.path` on the broker's machine; None if that folder does not exist."""
+    """Fingerprint of `model.path` on the broker's machine; None if that folder does not exist."""
     living: LivingBrokers | None = None
     """None if the run has one broker."""
 
@@ -200,7 +200,7 @@ class Prompts(Message):
 
     prompts: list[Prompt]
     reason: str = ""
-    """Of an empty answer, such as `pacing: ...` or `store_unavailable`."""
+    """Reason for an empty answer, such as `pacing: ...` or `store_unavailable`."""
 
 
 class Put(Message):

@@ -76,7 +76,7 @@ class StoredGroup(Record):
     id: str
     state: GroupState
     reason: str
-    """Of the outcome; empty for retired and unfinished groups."""
+    """Reason of the outcome; empty for retired and unfinished groups."""
     steps: list[int]
     """Steps that trained on it, in order."""
     payloads: list[bytes]
@@ -219,7 +219,7 @@ class RunState(Record):
     stepped_at: float | None = None
     """Last commit, seconds of the store's clock; None before the first."""
     fence: int = 0
-    """Of the last commit or rollback; only its learner may record a checkpoint."""
+    """Fence of the last commit or rollback; only its learner may record a checkpoint."""
     next_ordinal: int = 0
     admitted: int = 0
     """See `StoreCounts.admitted`."""

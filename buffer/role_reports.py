@@ -22,7 +22,7 @@ LAUNCHER = "launcher"
 LEARNER = "learner"
 
 PROBLEM_PREFIX = "problem/"
-"""Of generators' gauges that describe the first failure of each kind; a hash follows."""
+"""Prefix of generators' gauges that describe the first failure of each kind; a hash follows."""
 
 WaitsFor = Literal[
     "", "groups", "evaluation", "weights", "transfer", "prompts", "agents", "store", "disk", "storage", "user"

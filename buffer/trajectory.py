@@ -197,7 +197,7 @@ class Trajectory(Record):
     media: list[Media] = []
     """In token order."""
     metrics: dict[str, float] = {}
-    """Of the agent loop, such as `tool_calls`."""
+    """Numbers of the agent loop, such as `tool_calls`."""
 
     @property
     def num_tokens(self) -> int:
