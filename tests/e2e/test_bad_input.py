@@ -50,7 +50,7 @@ def assert_ends_with_one_sentence(done: subprocess.CompletedProcess[str], folder
 WRONG = {
     "learner.max_step=3": ("learner.max_step", "learner.max_steps"),
     "experiment=digits_gpu": ("experiment=digits_gpu", "experiment=digits_cpu"),
-    "algorithm/advantage=win_rate": ("algorithm.policy_loss=sppo", "policy_loss=ppo_clip"),
+    "algorithm/advantage=win_rate": ("algorithm.policy_loss must be sppo", "got ppo_clip"),
     "model.path=data/digits": ("model.path", "data/digits", "no config.json"),
     "data.max_prompt_tokens=2": ("data.max_prompt_tokens",),
     "data.eval=data/unscored.parquet": ("data/unscored.parquet", "`reward_model`"),
