@@ -31,7 +31,7 @@ _EVALUATION_FRACTION = 0.5
 _MAX_WAIT_S = 1.0
 """Time after which a request is answered empty, with the reason."""
 _MAX_ANSWERS = 64
-"""Per round, each with a blocking store call."""
+"""Largest number per round, because each blocks on the store."""
 _ONLY_EVALUATIONS = -1
 """Admission limit with which the store leases no training prompts."""
 

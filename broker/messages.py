@@ -350,7 +350,7 @@ class Update(Message):
     max_probe_diff: float
     """Largest `probe_diff` that passes the probe."""
     timeout_s: float
-    """For each bucket of a broadcast, or a whole fetch."""
+    """Timeout of each bucket of a broadcast, or of a whole fetch."""
     source: SnapshotSource | None = None
     """None: it is broadcast."""
     digests: list[Annotated[bytes, Meta(min_length=32, max_length=32)]] = []

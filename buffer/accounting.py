@@ -132,7 +132,7 @@ class Audit(Record):
     lost: int
     """Acknowledged, but not stored in any group."""
     duplicated: int
-    """In two states, or trained on too often."""
+    """Trajectories in two states, or trained on too often."""
     skipped_prompts: int
     """Prompts that were admitted but have no state."""
     problems: list[str] = []

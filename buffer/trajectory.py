@@ -107,7 +107,7 @@ class Sampling(Record, omit_defaults=True):
     seed: int
     """Seed of this request only."""
     min_p: float | None = None
-    """Least probability, relative to the likeliest token; None = off."""
+    """Smallest probability, relative to the likeliest token; None = off."""
     ignore_eos: bool = False
     """Whether end tokens don't end the response."""
 

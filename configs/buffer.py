@@ -192,7 +192,7 @@ class StalenessConfig(Config):
 
     @property
     def window(self) -> float:
-        """Most groups generated or waiting at a time, in versions' worth."""
+        """Largest number of groups that are generated or waiting, in steps' worth."""
         return (self.max_lag if self.target_lag == "auto" else self.target_lag) + 1
 
 

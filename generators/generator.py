@@ -99,7 +99,7 @@ class ConcurrencyLimit:
 
 
 _REQUEST_TIMEOUT_S = 5.0
-"""Then a request is resent, because the broker may have restarted."""
+"""Time after which a request is sent again, because the broker may have restarted."""
 _HEALTH_CHECK_INTERVAL_S = 1.0
 _LOAD_POLL_INTERVAL_S = 1.0
 """The load then reflects the last adjustment."""

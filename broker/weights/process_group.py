@@ -45,7 +45,7 @@ _GLOO_CONNECT_S, _NCCL_CONNECT_S = 10.0, 30.0
 """Limits for connect and probe together, below the epoch's deadline because a dead member blocks all others and their
 engines. NCCL first detects the topology."""
 _GRACE_S = 1.0
-"""For a timed-out operation of Gloo to raise its error."""
+"""Time for an operation of Gloo that timed out to raise its error."""
 _NCCL_TIMEOUT = timedelta(days=1)
 _NCCL_POLL_S = 0.0002
 """A bucket of 256 MB takes 5 ms at 50 GB/s."""

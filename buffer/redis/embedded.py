@@ -76,7 +76,7 @@ _LOG_LINES = 5
 _KILL_TIMEOUT_S = 5.0
 _REAP_TIMEOUT_S = 0.5
 _MAX_CUTS = 4
-"""For a truncated command, its transaction, and a kill while cutting either."""
+"""Starts with a cut log: a truncated command, its transaction, and a kill while cutting either."""
 IDLE_TIMEOUT_S = 300.0
 """After which a server without connections exits; longer than any restart of a role."""
 _IDLE_STOP = Path(__file__).with_name("idle_stop.py")

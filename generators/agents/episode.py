@@ -178,7 +178,7 @@ class Episode:
     """The context of `generate`, then those of requests to the model server. Those without model tokens are dropped at
     the end."""
     images: Sequence[PromptImage]
-    """In the first context; empty if that is dropped."""
+    """Images of the first context; empty if that is dropped."""
     stop: Sequence[str | int]
     """Texts and token ids that end every turn."""
     sampling: Sampling
@@ -191,7 +191,7 @@ class Episode:
     """Request number, from 0 -> seed."""
     num_requests: int = 0
     door: Access | None = None
-    """For HTTP requests to the model."""
+    """Access for HTTP requests to the model."""
     fault: GeneratorError | None = None
     """Engine failure in any request."""
     turns: list[Turn] = field(default_factory=list)

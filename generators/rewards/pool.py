@@ -37,7 +37,7 @@ from slipstream.generators.rewards.worker import (
 REAP_TIMEOUT_S = 2.0
 """Time limit for a worker to kill its reward function's processes and exit."""
 _START_TIMEOUT_S = 600.0
-"""For importing the functions and loading a reward model from a slow disk."""
+"""Time to import the functions and load a reward model from a slow disk."""
 _REAP_INTERVAL_S = 0.01
 _MAX_PENDING = 16
 """Unanswered samples per worker. A hang delays the others."""

@@ -49,7 +49,7 @@ class RewardInput(Record):
     messages: list[dict[str, Any]] = []
     """Chat messages after the prompt."""
     reward: Reward | None = None
-    """For comparing functions: that of the other functions, if any."""
+    """Reward of the other functions, if any, for functions that compare."""
 
 
 def model_text(sample: RewardInput) -> str:

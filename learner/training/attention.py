@@ -167,7 +167,7 @@ BACKEND = "inductor"
 
 _MAX_KERNEL_HEAD = 256
 _MOST_GRAPHS = 64
-"""Per layer: with and without gradients, one row and several."""
+"""Compiled graphs per layer: with and without gradients, one row and several."""
 
 LONG = 2048
 """Shortest sequences for which masks cost more on CPUs than a kernel call per run."""

@@ -221,7 +221,7 @@ def run_kept(
 MACHINE_VARIABLES = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Number of a role's machine, and rendezvous address and port on machine 0."""
 _SETTLE_S = 20.0
-"""For other parts to report their errors after one has ended."""
+"""Time for other parts to report their errors after one has ended."""
 
 
 class SpreadSeat:

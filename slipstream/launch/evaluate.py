@@ -42,7 +42,7 @@ class Evaluation(Record):
     """
 
     model: str
-    """Or the file of existing responses, with `set` = `responses`."""
+    """Model, or the file of existing responses, whose `set` is `responses`."""
     set: str
     path: str
     temperature: float | None

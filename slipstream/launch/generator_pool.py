@@ -18,7 +18,7 @@ DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _MAX_PER_CORE = 4
 """Generators per core: a guard against typos, not a recommendation."""
 _LEAVE_TIMEOUT_S = 30.0
-"""To return its leases."""
+"""Time for a generator to return its leases before it is killed."""
 
 
 def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: str | None = None) -> list[str]:

@@ -65,13 +65,13 @@ _SAMPLED_GROUPS = 8
 _REMIND_EVERY_S = 20.0
 """Interval between messages about a broker that still reads files."""
 _MAX_PROBLEMS = 32
-"""Most kinds to print: untrusted generators could report any number."""
+"""Largest number of kinds to print, because untrusted generators could report any number."""
 _STOP_TIMEOUT_S = 6.0
-"""For all roles to end before they are killed."""
+"""Time for all roles to end before they are killed."""
 _ARCHIVE_TIMEOUT_S = 5.0
-"""Least, for a broker, which ends last."""
+"""Minimum time for a broker to end, after all other roles."""
 _SAVE_TIMEOUT_S = 120.0
-"""For the learner to end its step and save a checkpoint."""
+"""Time for the learner to end its step and save a checkpoint before it is killed."""
 
 
 class Launcher:

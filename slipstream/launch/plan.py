@@ -124,7 +124,7 @@ class UpdateEstimate(msgspec.Struct, frozen=True):
     """Size of the version, GiB."""
     learner_waits_s: float
     update_s: float
-    """From a step's end until the engines have switched."""
+    """Time from a step's end until the engines have switched."""
     pause_s: float
     """Part of `update_s` in which generators do not generate."""
 

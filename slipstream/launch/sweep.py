@@ -137,7 +137,7 @@ def name_runs(base: str, swept: Sequence[tuple[dict[str, str], list[str]]]) -> l
 
 
 def _train(run: SweptRun, overrides: list[str]) -> SweptRun:
-    """In another process, which a run changes for good."""
+    """Train in another process, because a run changes its process for good."""
     code, error = _call(["slipstream", "run", *overrides])
     if code == INTERRUPTED:
         return run

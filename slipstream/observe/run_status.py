@@ -140,7 +140,7 @@ class Admission(Record):
     limit: int
     """Total that pacing allows, given the learner's consumption."""
     target_lag: float
-    """In versions: `staleness.target_lag`, or the learner's choice."""
+    """Target lag in versions: `staleness.target_lag`, or the learner's choice."""
     reason: str
     """Reason that no more prompts are admitted; else empty."""
 

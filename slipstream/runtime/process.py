@@ -33,7 +33,7 @@ NCCL_ENVIRONMENT = {
     # Connecting blocks an abort. torch's default is half an hour.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
 }
-"""To set before a process builds an NCCL group."""
+"""Environment to set before a process builds an NCCL group."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -23,7 +23,7 @@ from slipstream.runtime.model_files import TOKENIZER_FILES, check_model_path, fi
 
 _STORE_TIMEOUT_S = 5.0
 _MUCH, _FULL = 0.8, 0.95
-"""Fractions of its memory: warning, failure."""
+"""Fractions of the store's memory for a warning and a failure."""
 _COPY_AGAIN = "copy or download the folder again, and compare its checksums with the source's"
 
 

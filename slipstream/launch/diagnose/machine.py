@@ -187,9 +187,9 @@ _CPU_INFO, _DEVICES = Path("/proc/cpuinfo"), Path("/dev")
 _MIN_MEMORY = 2 * 2**30
 _MIN_DISK, _LITTLE_DISK = 256 * 2**20, 2**30
 _BYTES_OF_A_PARAMETER = 16
-"""Weights, float32 copy, and both moments."""
+"""Weights, float32 copy, and both moments, in a checkpoint."""
 _MIN_PROCESSES = 512
-"""For a small run, with threads."""
+"""Processes and threads of a small run."""
 _MIN_DRIVERS = {"12": 525, "13": 580}
 """CUDA -> oldest Linux driver. Source: minor version compatibility in CUDA's release notes."""
 _PLAN = "`slipstream plan` shows what each process takes"

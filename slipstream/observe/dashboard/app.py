@@ -92,7 +92,7 @@ _MAX_KEYS = 200
 _MAX_BODY_BYTES = 4096
 _PING_S = 15
 _GRACE_S = 1.0
-"""For streams to end after Ctrl-C; less than `_STOP_TIMEOUT_S`."""
+"""Time for streams to end after Ctrl-C; less than `_STOP_TIMEOUT_S`."""
 _WATCH_EVERY_S = 0.5
 """Interval at which a search checks for its client."""
 

@@ -15,7 +15,7 @@ from slipstream.observe.run_status import RunStatus
 
 _CONNECT_TIMEOUT_S = 1.0
 _IDLE_TIMEOUT_S = 30.0
-"""For an embedded server without clients."""
+"""Time after which an embedded server without clients stops."""
 _ENDED = ("finished", "failed")
 _ACCURACY = "eval/accuracy_"
 
@@ -24,7 +24,7 @@ class RunView(Record):
     """State of a run, from its folder and store."""
 
     phase: str
-    """As in RunStatus, or without a store as in RunLine."""
+    """Phase as in RunStatus, or without a store as in RunLine."""
     step: int
     max_steps: int | None
     """None if the settings cannot be read."""
