@@ -33,7 +33,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
 Records = list[dict[str, Any]]
 """Chat messages, or JSON schemas of tools."""
 Variables = Mapping[str, Any] | None
-"""Of a chat template."""
+"""Variables of a chat template."""
 _PROBE = "42"
 _HEADER_TOKENS = 16
 """Enough for the mark that ends a turn's header."""

@@ -182,7 +182,7 @@ class Episode:
     stop: Sequence[str | int]
     """Texts and token ids that end every turn."""
     sampling: Sampling
-    """Of the first turn. Later turns get the remaining `max_tokens` and another seed."""
+    """For the first turn. Later turns get the remaining `max_tokens` and another seed."""
     max_length: int
     """Limit on prompt plus answer, tokens."""
     engine: Engine

@@ -102,7 +102,7 @@ class Outcome(Record):
     uncompared: list[str] = []
     """Tensors that could not be compared."""
     seconds: dict[str, float] = {}
-    """Of the parts."""
+    """By part."""
 
 
 class ModelVersions:
