@@ -33,7 +33,7 @@ _UNWRITTEN_S = 0.2
 
 
 class Snapshot(NamedTuple):
-    """Keys of a run, after their prefix. Example: see `tests/unit/chaos/test_state_audit.py`."""
+    """Keys of a run, after their prefix. Example: see `tests/contract/test_state_audit.py`."""
 
     hashes: dict[str, dict[str, bytes]]
     lists: dict[str, list[str]]
