@@ -215,6 +215,7 @@ def test_a_run_ends_with_rays_head_and_goes_on_in_another_cluster(folder: Path) 
         resumed.interrupt()
 
 
+@pytest.mark.long
 def test_a_head_that_asks_for_no_token_is_refused(folder: Path) -> None:
     with Cluster(1, access={"RAY_AUTH_MODE": "disabled"}) as cluster:
         run = Run(folder, cluster)
