@@ -1,6 +1,7 @@
 """Fakes and scenes that several test modules share: a clock, a router with its peers, and the reports of a run."""
 
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -220,11 +221,14 @@ def status_of(
 def no_file_above(size: int) -> Iterator[None]:
     """A disk that is full for this process: no file can be written beyond `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Python would cut the bytecode of a module that it imports here, and use it later.
+    writes_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = writes_bytecode
 
 
 class NoBytes(MemoryReceiver):

@@ -5,10 +5,12 @@ import re
 import shutil
 import signal
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -248,10 +250,14 @@ def test_two_runs_share_a_server_without_meeting(server):
 
 
 def test_a_server_that_cannot_be_watched_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: EmbeddedRedis) -> None:
-        raise BlockingIOError("no more processes")
+    run = subprocess.run
 
-    monkeypatch.setattr(EmbeddedRedis, "_watch_for_idleness", refuse)
+    def refuse(words: list[str], **settings: Any) -> Any:
+        if any("idle_stop" in word for word in map(str, words)):
+            raise BlockingIOError("no more processes")
+        return run(words, **settings)
+
+    monkeypatch.setattr(subprocess, "run", refuse)
     with pytest.raises(StoreUnavailableError, match="no more processes"):
         EmbeddedRedis(tmp_path / "store").start()
     assert processes_of(tmp_path) == []

@@ -104,7 +104,9 @@ def test_two_ranks_train_with_another_optimizer_as_one_and_resume_bit_for_bit(tm
     # Muon iterates in bfloat16, and small singular values amplify the last bit of a gradient. 8 bits are coarse, too.
     for name, tensor in load_file(tmp_path / "model" / "model.safetensors").items():
         bound = 0.1 if name.endswith("_proj.weight") or optimizer == "adamw_8bit" else 1e-3
-        assert (alone[name] - together[name]).norm() < bound * (alone[name] - tensor).norm(), name
+        # The last bit of each weight may differ, too: norms of layers are 1 and move by 1e-5.
+        rounding = torch.finfo(torch.float32).eps * tensor.norm()
+        assert (alone[name] - together[name]).norm() < bound * (alone[name] - tensor).norm() + rounding, name
     assert metrics[0] == metrics[1]
     assert metrics[0][1]["learner/grad_norm"] == pytest.approx(expected[0][1]["learner/grad_norm"], rel=1e-3)
     rewind(tmp_path, "ranks-2")

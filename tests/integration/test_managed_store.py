@@ -192,7 +192,7 @@ def test_a_file_that_holds_no_authority_is_named(tmp_path: Path, content: str | 
         file.write_text(content)
     with pytest.raises(ConfigError, match=r"tls_ca_file must be a file of certificates in PEM, got .*ca.pem"):
         url_of("rediss://localhost/0", file)
-    with pytest.raises(ConfigError, match=r"tls_ca_file must be null unless .* got 'ca.pem' with redis://"):
+    with pytest.raises(ConfigError, match=r"tls_ca_file must be null without .* got 'ca.pem' with redis://"):
         load(["buffer/store=redis", "buffer.store.url=redis://store", "buffer.store.tls_ca_file=ca.pem"])
 
 

@@ -179,7 +179,8 @@ def waits_for(folder: Path) -> dict[str, str]:
 def test_a_run_pauses_on_a_full_disk_by_name_and_goes_on_when_there_is_room(tmp_path: Path, limitable: None):
     folder = runs.make_task(tmp_path, warm=False)
     settings = ["learner.max_steps=14", "broker.lease_s=3"]
-    with Run(folder, "full", *settings).ended_at_last() as run:
+    # Python would cut the bytecode of modules that it imports on a full disk.
+    with Run(folder, "full", *settings, PYTHONDONTWRITEBYTECODE="1").ended_at_last() as run:
         until(has_stepped(run, 6), timeout_s=120, what="training has begun")
         launcher = psutil.Process(run.launcher.pid)
         roles = launcher.children(recursive=True)
