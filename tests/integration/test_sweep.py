@@ -30,6 +30,7 @@ def test_a_sweep_goes_on_after_a_failed_run_and_says_why_it_failed(tmp_path: Pat
     assert len(runs.metrics(tmp_path, "swept-path-models_digits-random")) == 2
 
 
+@pytest.mark.long
 def test_a_stopped_sweep_continues_where_it_stopped(tmp_path: Path) -> None:
     runs.make_task(tmp_path, warm=False)
     printed = tmp_path / "out"
