@@ -13,7 +13,7 @@ from tests import runs
 from tests.integration.test_other_machines import Machine, machines  # noqa: F401
 from tests.runs import SMALL, kill_tree, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 _ADDRESS = re.compile(r"broker\.address=tcp://10\.77\.0\.1:2100\d")
 _LENT = re.compile(r"weights_fetched +source=tcp://10\.77\.0\.2:2100\d version=(\d+)")
 
@@ -72,8 +72,8 @@ def test_without_trust_generators_elsewhere_fetch_and_lend_and_one_that_insists_
     refused = "weights.transport=collective on another machine needs cluster.trusted_network=true"
     insisting = "--id far-2 weights.transport=collective"
     with scene.running(generators=("--id far-0", "--id far-1", insisting)):
-        until(lambda: refused in scene.generators, timeout_s=60, what="a refusal")
-        until(lambda: len(set(_LENT.findall(scene.generators))) >= 3, timeout_s=120, what="lent versions")
+        until(lambda: refused in scene.generators, timeout_s=120, what="a refusal")
+        until(lambda: len(set(_LENT.findall(scene.generators))) >= 3, timeout_s=300, what="lent versions")
     assert re.search(r"weights_fetched +source=learner", scene.generators)
     assert len(re.findall("weights_not_broadcast", scene.learner)) == 2
     assert not re.search(r"epoch_opened.*far", scene.learner)
