@@ -146,7 +146,7 @@ def _serve(
         address=folder.read_address(name),
     )
     is_stopping = on_stop_signal(lambda: None)
-    # Longer than the ping interval, a step could count as a pause.
+    # A step longer than the ping interval could count as a pause of this process.
     step_s = min(0.2, run.broker.heartbeat_s)
     exempt_from_collection()
     folder.record_stage(name, "listening")

@@ -40,7 +40,7 @@ _GROUPS_PER_SHARD = 1024
 _FLUSH_S = 30.0
 """Longest wait of a group for its shard to fill."""
 _SAMPLED_GROUPS = 8
-"""Sample for estimating the mean group size."""
+"""Groups in the sample that estimates the mean group size."""
 _MAX_SHARD_BYTES = 256 * 2**20
 """Encoded trajectories, held in memory while the shard is written."""
 _ROLE = "archiver"
@@ -259,8 +259,8 @@ class ArchiverThread:
         storage: ObjectFolder | None = None,
         lead: Callable[[], int | None] = lambda: NO_FENCE,
     ) -> None:
-        """`connect` opens the store, again after errors. `storage` mirrors the archive. `lead`: the chief's fence, None
-        while another broker is the chief."""
+        """`connect` opens the store, again after errors. `storage` mirrors the archive. `lead` returns the chief's
+        fence; None while another broker is the chief."""
         self._connect = connect
         self._folder = folder
         self._config = config
@@ -292,7 +292,7 @@ class ArchiverThread:
                 return
 
     def _attempt(self) -> bool:
-        """Archive until stopped; False after an error or under another chief."""
+        """Archive until stopped; returns False after an error or under another chief."""
         if (fence := self._lead()) is None:
             return False
         try:

@@ -50,7 +50,7 @@ class Chief:
         """The chief's fence if this broker is the chief, else NO_FENCE; the store checks its validity."""
         self._living: dict[str, dict[str, Any]] = {}
         self.share = 1.0
-        """Fraction of the generators it serves, and of the groups it offers."""
+        """Fraction of the generators that this broker serves, and of the groups it offers."""
 
     @property
     def has_others(self) -> bool:
@@ -62,15 +62,17 @@ class Chief:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the live brokers are too old to send, after a start or a hang."""
+        """Whether the list of live brokers is too old to send, after a start or a hang."""
         return self.has_others and self._clock() - self._reported_at > LEASE_S
 
     def living_for(self, machine: str) -> LivingBrokers | None:
-        """Live brokers with addresses for `machine`; None if the run has one."""
+        """Live brokers with addresses for `machine`; None if the run has one broker."""
         if not self.has_others:
             return None
-        facts = self._living.items()
-        brokers = {name: each["here" if machine in ("", each["machine"]) else "address"] for name, each in facts}
+        brokers = {
+            name: facts["here"] if machine in ("", facts["machine"]) else facts["address"]
+            for name, facts in self._living.items()
+        }
         return LivingBrokers(self.name, brokers)
 
     def serving_gauges(self, owner: str) -> dict[str, str]:

@@ -97,7 +97,7 @@ def find_template(model: ModelConfig) -> str:
 
 
 _MOST_OVERHEAD = 8
-"""Bound on a row's bytes in a message, in `TableRows.num_bytes`."""
+"""Bound on a row's bytes in a message, as a multiple of `TableRows.num_bytes`."""
 
 
 class Dataset:
@@ -315,8 +315,10 @@ def check_prompt_sizes(dataset: Dataset, run: RunConfig, *, is_trial: bool = Fal
     """Apply `data.max_prompt_tokens`, as a trial only to the longest texts. Raises ConfigError."""
     vision, num_tried = VisionModel(run.model.path), _TRIED_PROMPTS if is_trial else None
     most, drops = run.data.max_prompt_tokens, run.data.on_too_long == "skip"
+    # All images first: tokenizing takes much longer.
     for file in dataset.files:
         file.check_images(vision)
+    for file in dataset.files:
         file.keep_short(lambda prompts: count_tokens(prompts, run.model), most=most, drops=drops, num_tried=num_tried)
 
 

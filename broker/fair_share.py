@@ -1,8 +1,8 @@
 """FairShare: divides the leasable groups among generators by their measured throughput.
 
 Let T be the least time in which the generators can finish all groups in flight and leasable. A generator that needs
-longer for one group gets none, because a batch would wait for it or the group would arrive stale. The others share in
-proportion to their throughput.
+longer than T for one group gets none, because a batch would wait for it or the group would arrive stale. The others
+share in proportion to their throughput.
 """
 
 from collections import deque
@@ -34,6 +34,7 @@ def finish_s(group_s: np.ndarray, groups_per_s: np.ndarray, in_flight: np.ndarra
 
     min over k of max(group_s[k], (num_groups + sum of in_flight[:k + 1]) / sum of groups_per_s[:k + 1]), fastest first
     """
+    # Each additional generator helps unless its first group takes longer.
     order = np.argsort(group_s, kind="stable")
     work_s = (num_groups + np.cumsum(in_flight[order])) / np.cumsum(groups_per_s[order])
     return float(np.minimum.reduce(np.maximum(group_s[order], work_s), initial=inf))
@@ -86,7 +87,7 @@ class Throughput:
             self._leased[lease_id] = _LeasedGroup(missing, leased_at=now, num_concurrent=num_concurrent)
 
     def record_stored(self, trajectory_id: str, *, now: float) -> bool:
-        """Record a stored trajectory; returns whether its (known) group is complete."""
+        """Record a stored trajectory; returns whether it completes a known group."""
         lease_id = lease_of(trajectory_id)
         group = self._leased.get(lease_id)
         if group is None:
@@ -105,7 +106,7 @@ class Throughput:
         return True
 
     def drop_lost(self, held_lease_ids: Collection[str], *, leased_before: float) -> bool:
-        """Forget leases from before `leased_before` that are not held; returns whether any were."""
+        """Forget leases from before `leased_before` that the generator no longer holds; returns whether any were."""
         old = {lease_id for lease_id, group in self._leased.items() if group.leased_at < leased_before}
         lost = old.difference(held_lease_ids)
         for lease_id in lost:
@@ -148,7 +149,7 @@ class FairShare:
     """
 
     def __init__(self, *, lost_after_s: float, clock: Clock) -> None:
-        """`lost_after_s`: age of a lease that is lost if its holder's Pongs omit it."""
+        """`lost_after_s`: age after which a lease missing from its holder's Pongs counts as lost."""
         self._lost_after_s = lost_after_s
         self._clock = clock
         self._generators: dict[str, _Generator] = {}
@@ -221,13 +222,13 @@ class FairShare:
         return 0.0 if isnan(group_s) else group_s
 
     def num_rows(self, peer: Peer, *, requested: int) -> int:
-        """Number of evaluation rows for a generator: what it answers while the fastest answers all requested."""
+        """Number of evaluation rows that a generator answers while the fastest one answers all that it requested."""
         rates = self._measurements[:, 1]
         rate = rates[self._generators[peer.owner].row]
         return requested if isnan(rate) else max(1, round(requested * float(rate / np.fmax.reduce(rates))))
 
     def num_groups(self, peer: Peer, *, available: int, oldest_version: int) -> int:
-        """This generator's share of the available groups; unlimited outside the division, as below `oldest_version`."""
+        """This generator's share of the available groups; no limit if it is excluded, as below `oldest_version`."""
         if self._changed:
             self._measure()
         if self._divided is None or self._divided[:2] != (available, oldest_version):

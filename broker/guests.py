@@ -4,7 +4,7 @@ Consumes: leases and answers of guests; audit results from trusted generators.
 Produces: audit orders; quarantines.
 Waits for: trusted generators; a guest gets no more leases than they can audit.
 Woken by: the router, once a step.
-Invariant: a guest's answer is kept only for its lease. A random share of its groups is audited.
+Invariant: a guest's answer is kept only if this broker leased it the prompt. A random share of its groups is audited.
 """
 
 import math

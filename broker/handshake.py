@@ -51,8 +51,8 @@ def check_hello(
 ) -> Rejection | None:
     """Reason to reject a peer; None if it may join.
 
-    `locate_duplicate` describes another live peer of the same name, if any. `guest`: owner of the peer's key; empty for
-    the run's token. `quarantined`: guest -> reason.
+    `locate_duplicate` describes another live peer of the same name; empty if the name is unique. `guest`: owner of the
+    peer's key; empty for the run's token. `quarantined`: guest -> reason.
     """
     if hello.schema_version != SCHEMA_VERSION:
         return _reject_schema(hello.peer_id, hello.schema_version)

@@ -31,7 +31,7 @@ _EVALUATION_FRACTION = 0.5
 _MAX_WAIT_S = 1.0
 """Time after which a request is answered empty, with the reason."""
 _MAX_ANSWERS = 64
-"""Largest number per round, because each blocks on the store."""
+"""Answers per round, each with a store call that blocks the broker."""
 _ONLY_EVALUATIONS = -1
 """Admission limit with which the store leases no training prompts."""
 
@@ -88,7 +88,7 @@ class LeaseScheduler:
         self._counts: StoreCounts | None = None
         self._exhausted: set[int] = set()
         self._without_rows: set[int] = set()
-        """Versions without anything (`_exhausted`) or evaluation rows left in this round."""
+        """Versions with nothing left in this round (`_exhausted`), or no evaluation rows."""
         self._has_warned = False
         self._unstored: dict[str, bytes] = {}
         """Name -> image that a failed call has not stored."""
@@ -260,7 +260,7 @@ def make_prompt(lease: Lease, row: Row) -> Prompt:
 
 
 def _split(answer: Prompts, *, max_bytes: int) -> list[Prompts]:
-    """Split an answer into messages that fit, as every prompt does."""
+    """Split an answer into messages that fit. Every single prompt does."""
     half = len(answer.prompts) // 2
     if not half or len(encode(answer)) <= max_bytes:
         return [answer]

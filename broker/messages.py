@@ -120,12 +120,12 @@ class Refuse(Message):
 
 
 class Bye(Message):
-    """From a peer: it leaves and has returned its leases. From the broker: unknown peer, say Hello."""
+    """From a peer: it leaves and has returned its leases. From the broker: the peer is unknown and must say Hello."""
 
     reason: ErrorText = ""
     """Error that ended the peer, if any."""
     is_moving: bool = False
-    """Whether it moves to another broker and keeps its leases."""
+    """Whether the peer moves to another broker and keeps its leases."""
 
 
 class Drain(Message):
@@ -263,9 +263,9 @@ class SnapshotSource(Record):
     address: str
     """Endpoint of the learner's snapshot server."""
     folder: str
-    """The same files, for generators that can read them."""
+    """Folder with the same files, for generators that can read it."""
     has_deltas: bool = False
-    """Whether deltas are written, for which generators keep this version as base."""
+    """Whether deltas are written; generators then keep this version as their base."""
     lenders: list[LendAddress] = []
     """Generators to try first, in order."""
     is_lent: bool = False
@@ -415,7 +415,7 @@ _MAX_SENDER_LENGTH = 128
 T = TypeVar("T")
 
 
-# As loose as the answer allows: msgspec skips unknown fields, so a record with a newer schema still decodes.
+# As loose as an answer allows: msgspec skips unknown fields, so a record with a newer schema still decodes.
 class HelloHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Hello"):
     """Sender and schema version of a Hello."""
 
@@ -445,7 +445,7 @@ class PutHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Put"):
 
 
 def decode_header(frames: Frames, kind: type[T]) -> T | None:
-    """Decode the fields of `kind`; None if impossible."""
+    """Decode the fields of `kind`; None for another type or unreadable fields."""
     try:
         return decode(frames[0], kind) if frames else None
     except RecordRefusedError:

@@ -43,11 +43,11 @@ class Peer:
     heard_at: float
     """Time of its last message, seconds by the broker's clock."""
     status: Pong = _UNHEARD
-    """Its last Pong."""
+    """Newest Pong."""
     is_disconnected: bool = False
     """Whether the last ping could not be delivered."""
     guest: str = ""
-    """Owner of its key, if a guest."""
+    """Guest that owns its key; empty for the run's token."""
 
     @property
     def owner(self) -> str:
@@ -247,9 +247,9 @@ class Departures:
 
 
 def send_drain_requests(store: Store, peers: Peers, *, send: Callable[[bytes, Message], bool]) -> None:
-    """Send each drain request in the store, repeatedly until the generator drains or the deadline passes.
+    """Send the store's drain requests again, because a dying connection loses them.
 
-    The store keeps them, so that they survive this broker and reach the one that serves the generator.
+    Each ends when the generator drains or its deadline passes, and survives this broker.
     """
     if not (requests := store.requests("broker")):
         return

@@ -48,7 +48,7 @@ _SHOWN = 60
 def make_row(values: Values, *, uid: str, file_name: str, folder: Path = Path()) -> Row:
     """Build a row from `standardize`. Raises ConfigError for an unreadable image.
 
-    `file_name`: default `data_source`. `folder`: of image paths.
+    `file_name`: default `data_source`. `folder`: base of relative image paths.
     """
     return Row(
         uid=uid,

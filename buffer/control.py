@@ -67,7 +67,7 @@ def request_drain(store: Store, generator_id: str, *, run: str) -> None:
     if generator_id not in connected:
         known = ", ".join(connected) or "none"
         raise ConfigError(f"drain needs a generator of run {run!r}, got {generator_id!r}; there are {known}.")
-    # After the deadline, the request has been reported as failed.
+    # After the deadline the broker ignores the request, which has been reported as failed.
     store.request("broker", DRAIN_REQUEST + generator_id, str(store.now() + _DRAIN_TIMEOUT_S))
 
 

@@ -148,7 +148,7 @@ class LineFile:
 CHECKSUMS = "checksums.json"
 _BLOCK_BYTES = 4 * 2**20
 _MAX_THREADS = 8
-"""Hashing releases the GIL."""
+"""Threads that hash files, which releases the GIL."""
 
 
 def seal(folder: Path) -> None:

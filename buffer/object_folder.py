@@ -35,7 +35,7 @@ _BLOCK_BYTES = 16 * 2**20
 _BLOCKS_IN_FLIGHT = 8
 """Concurrent parts of a multipart upload, which pyarrow does not limit."""
 _OUTAGE_S = 1800.0
-"""Failure of the object store after which the learner exits: most outages are shorter."""
+"""Time for which the object store may fail before the learner exits: most outages are shorter."""
 UPLOAD_TIMEOUT_S = 60.0
 """For a stopping role to finish its uploads."""
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 30.0
@@ -49,10 +49,10 @@ class StorageWait:
     """Retries operations with back-off. Used by one thread; any thread may read `reason`."""
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: from an operation's first failure."""
+        """`timeout_s`: from an operation's first failure until it is given up."""
         self._timeout_s = timeout_s
         self.reason = ""
-        """Such as `waiting 12 s of 60 s for s3://...: <error>`; else empty."""
+        """Current wait, such as `waiting 12 s of 60 s for s3://...: <error>`; else empty."""
 
     def repeat(self, what: str, call: Callable[[], T]) -> T:
         """Call until it succeeds. Raises StorageError, which names `what`, at the timeout."""
@@ -208,7 +208,7 @@ class ObjectFolder:
             raise DamagedObjectError(f"{path} must have the checksum it was written with ({expected}), got {found}.")
 
     def fetch(self, name: str, path: Path, *, expected: str = "") -> None:
-        """Download an object durably. Raises DamagedObjectError as `send`."""
+        """Download an object durably. Raises DamagedObjectError as `send` does."""
 
         def call() -> str:
             with self._files.open_input_stream(self._at(name)) as source, path.open("wb") as sink:

@@ -25,8 +25,8 @@ def admission_limit(run: RunConfig, state: RunState) -> int:
     limit = min(consumed + (target_lag + 1) * groups_per_version, max_steps * claimed_groups_per_step)
 
     A `target_lag` of 0 is the synchronous run, with one version's worth of groups in flight. Groups that end without a
-    step (rejected, expired, quarantined) leave `admitted`. Both counters live in the store, so a restarted broker
-    neither bursts nor starves.
+    step (rejected, expired, quarantined) are subtracted from `admitted`. Both counters live in the store, so a
+    restarted broker neither bursts nor starves.
 
     Source: AReaL, arXiv:2505.24298, section 5.1. Its version * groups_per_version equals `consumed` without reuse.
     Differs: Reused groups add no budget. The limit never exceeds the run's total consumption. A replay, with stored

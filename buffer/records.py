@@ -224,7 +224,7 @@ class RunState(Record):
     admitted: int = 0
     """See `StoreCounts.admitted`."""
     target_lag: float | None = None
-    """Lag chosen by the learner for pacing (`staleness.target_lag=auto`), versions; None before."""
+    """Lag that the learner chose for pacing (`staleness.target_lag=auto`), versions; None before the first."""
 
 
 class VersionEntry(Record):
@@ -254,7 +254,7 @@ class EvaluationResult(Record):
     num_answered: int
     num_correct: int
     num_failed: int = 0
-    """Failed reward functions; not correct."""
+    """Answers with a failed reward function; not correct."""
 
     @property
     def is_complete(self) -> bool:
@@ -331,7 +331,7 @@ class MetricsRows(Record):
     """Metrics rows, oldest first. Example: MetricsRows(last=1002, rows=[{"step": 1001}, {"step": 1002}])."""
 
     last: int
-    """Rows ever appended; `after` of the next read."""
+    """Rows ever appended; pass it as `after` to continue reading."""
     rows: list[dict[str, Any]]
 
 

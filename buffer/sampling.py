@@ -167,7 +167,7 @@ class NotReady(Record):
 
     reason: str
     ready_needed: int
-    """Ready groups for a retry."""
+    """Ready groups at which a retry may succeed."""
 
 
 # --- selection -------------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def evict(queue: Queue, rules: SamplingRules, *, version: int) -> Evictions:
 
 
 def sample(queue: Queue, rules: SamplingRules, *, num_groups: int, seed: int, step: int) -> Sample | NotReady:
-    """Select groups for `step`, or return why not yet. Apply evictions first."""
+    """Select groups for `step`, or return why it cannot yet. Apply evictions to `queue` first."""
     # Each arrival raises the limit, so retry at one more ready group.
     limit = rules.reuse.samples_per_insert
     if limit is not None and queue.num_uses + num_groups > limit * queue.num_arrived:

@@ -1,7 +1,7 @@
 """Rules and messages of a store: run identity, leases, claims, and the chief broker.
 
 The chief does the shared work of all brokers. When its lease lapses, another broker becomes the chief; a new process
-under its name does so immediately. The store rejects chief operations without the live chief's fence.
+under its name does so immediately. The store rejects chief operations without the fence of the live chief.
 """
 
 import json
@@ -25,7 +25,7 @@ MAY_CHANGE = (
     "learner.stall",
 )  # fmt: skip
 """Settings that a resumed run may change: where it runs, when it ends, workers and timeouts, and how the learner
-divides model and work.
+divides model and work without affecting gradients.
 """
 
 
@@ -137,7 +137,7 @@ def stale_claim(claim: Claim) -> StaleFenceError:
 
 # --- the chief --------------------------------------------------------------------------------------------------------
 NO_FENCE = 0
-"""Fence of other brokers. Accepted while a run has never had a chief, as in a single process."""
+"""Fence of a broker that is not the chief. Accepted while a run has never had a chief, as in a single process."""
 
 
 class Brokers(Record):

@@ -11,7 +11,7 @@ from msgspec import Meta
 from slipstream.configs.base import Record
 
 SCHEMA_VERSION = 4
-"""Increment if older readers would misread it. Version 3 is still readable."""
+"""Increment if older readers would misread the new schema. Version 3 is still readable."""
 
 Purpose = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 """`train`, or the name of an evaluation, such as `greedy`."""
@@ -171,7 +171,7 @@ class Trajectory(Record):
     model_mask: np.ndarray
     """bool[T], true where the model wrote the token."""
     generator_logprobs: np.ndarray
-    """float32[T], log-probability under the sampled distribution; 0 where model_mask is false."""
+    """float32[T], log-probability under the distribution actually sampled from; 0 where model_mask is false."""
     version_spans: list[VersionSpan]
     """In token order, covering every model-written token."""
     reward: Reward
@@ -191,9 +191,9 @@ class Trajectory(Record):
     extras: dict[str, Any] = {}
     """Plain values of the agent loop."""
     context_starts: list[int] = []
-    """First token of each context but the first."""
+    """Index into `token_ids` of each context's first token, except the first context's."""
     arrays: dict[str, np.ndarray] = {}
-    """More per-token data, [T, ...], such as the chosen experts, int16[T, layers, k]."""
+    """More per-token data by name, [T, ...], such as the chosen experts, int16[T, layers, k]."""
     media: list[Media] = []
     """In token order."""
     metrics: dict[str, float] = {}

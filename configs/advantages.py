@@ -221,5 +221,5 @@ class CustomAdvantageConfig(AdvantageConfig, tag="custom"):
     """Keyword arguments of the function."""
 
 
-# msgspec decodes unions. From here on, the name means any record above.
+# msgspec decodes unions, not base classes. From here on, the name means any record above.
 AdvantageConfig = union_of(AdvantageConfig)

@@ -111,11 +111,13 @@ class KlConfig(Config):
     """Steps after which the learner's current policy becomes the reference; null = the initial policy stays."""
 
     def __post_init__(self) -> None:
-        is_fit, must = self.estimator in ("k1", "abs", "k2", "k3"), "be k1, abs, k2 or k3 with apply_to=reward"
+        is_fit = self.apply_to == "loss" or self.estimator in ("k1", "abs", "k2", "k3")
+        must = "be k1, abs, k2 or k3 with apply_to=reward"
         why = "a reward has no gradient, and is measured at the start of the step"
-        require(is_fit or self.apply_to == "loss", "algorithm.kl.estimator", must, got=self.estimator, why=why)
-        is_fit, must = not (self.adaptive or self.refresh_every_steps), "be > 0 for adaptive and refresh_every_steps"
-        require(is_fit or self.coef > 0, "algorithm.kl.coef", must, got=0, why="nothing is charged")
+        require(is_fit, "algorithm.kl.estimator", must, got=self.estimator, why=why)
+        is_fit = self.coef > 0 or not (self.adaptive or self.refresh_every_steps)
+        must = "be > 0 for adaptive and refresh_every_steps"
+        require(is_fit, "algorithm.kl.coef", must, got=self.coef, why="nothing is charged")
 
 
 class RewardShapingConfig(Config):
@@ -312,14 +314,15 @@ class AlgorithmConfig(Config):
 
 def _check_proximal(config: AlgorithmConfig) -> None:
     proximal, level, loss = config.proximal, config.correction.level, config.policy_loss
-    is_fit, must = proximal != "reuse" or not loss.has_ratio or config.updates_per_step == 1, "be 1 with proximal=reuse"
+    is_fit = proximal != "reuse" or not loss.has_ratio or config.updates_per_step == 1
+    must = "be 1 with proximal=reuse"
     why = "after the first update the values at the start of the step are gone; choose proximal=auto"
     require(is_fit, "algorithm.updates_per_step", must, got=config.updates_per_step, why=why)
     twice = "the ratio learner/generator already corrects for staleness, a weight would count it twice"
     never = "the weight generator/generator is 1 everywhere, and the loss has no ratio of its own"
     why = f"{twice if loss.has_ratio else never}; choose algorithm/correction=none, or proximal=auto"
-    is_fit, must = proximal != "generator" or level == "none", "be none with algorithm.proximal=generator"
-    require(is_fit, "algorithm.correction.level", must, got=level, why=why)
+    must = "be none with algorithm.proximal=generator"
+    require(proximal != "generator" or level == "none", "algorithm.correction.level", must, got=level, why=why)
     is_fit = not (config.correction.needs_whole_batch and proximal in ("reuse", "interpolate"))
     must = "be auto, recompute or generator with algorithm.correction.normalize or loss_denominator=kept_tokens"
     why = "they need the weights of the whole batch before the first gradient; choose proximal=auto"
@@ -349,9 +352,9 @@ def _check_advantage(config: AlgorithmConfig) -> None:
     is_fit = not (isinstance(advantage, OptimalTokenBaselineConfig | PrimeConfig) and reward.mask_truncated)
     why = "its baselines are made of the tokens of the group, and those of a masked answer are missing"
     require(is_fit, "algorithm.reward.mask_truncated", f"be false with {key}", got=True, why=why)
-    every, why = kl.refresh_every_steps, "process rewards are relative to a reference that never changes"
-    is_fit = not (advantage.needs_process_rewards and every)
-    require(is_fit, "algorithm.kl.refresh_every_steps", f"be null with {key}", got=every, why=why)
+    is_fit = not (advantage.needs_process_rewards and kl.refresh_every_steps)
+    must, why = f"be null with {key}", "process rewards are relative to a reference that never changes"
+    require(is_fit, "algorithm.kl.refresh_every_steps", must, got=kl.refresh_every_steps, why=why)
 
 
 def _check_policy_loss(config: AlgorithmConfig) -> None:

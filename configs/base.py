@@ -53,9 +53,9 @@ def require_folder(key: str, archive: str) -> None:
 
 
 class Formula(Config, tag_field="kind"):
-    """Choice of a function in `slipstream.learner.algorithms`: tag = name, fields = keyword arguments.
+    """Choice of a function in `slipstream.learner.algorithms`: the tag is its name, the fields are its arguments.
 
-    Union, Hydra's options, tests, and docs/algorithms.md enumerate the subclasses. Class variables are traits.
+    Config unions, Hydra's options, tests, and docs/algorithms.md enumerate the subclasses. Class variables are traits.
     """
 
     module: ClassVar[str] = ""

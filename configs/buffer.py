@@ -192,7 +192,7 @@ class StalenessConfig(Config):
 
     @property
     def window(self) -> float:
-        """Largest number of groups that are generated or waiting, in steps' worth."""
+        """Largest number of groups that are generated or waiting, in versions' worth."""
         return (self.max_lag if self.target_lag == "auto" else self.target_lag) + 1
 
 

@@ -88,7 +88,7 @@ class ReplayConfig(Config):
 
     @property
     def reward(self) -> RewardConfig | None:
-        """None keeps the stored rewards."""
+        """Reward function for rescoring; None keeps the stored rewards."""
         return RewardConfig(function=self.rescore) if isinstance(self.rescore, str) else self.rescore
 
 

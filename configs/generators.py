@@ -143,7 +143,7 @@ class AgentConfig(Config, tag_field="kind"):
     @property
     def calls(self) -> str:
         """Tool call format at the OpenAI-compatible endpoint; empty if the agent does not use it."""
-        return str(getattr(self, "tool_call_format", ""))
+        return ""
 
 
 class SingleTurnConfig(AgentConfig, tag="single_turn"):
@@ -192,10 +192,6 @@ class ToolsAgentConfig(AgentConfig, tag="tools", kw_only=True):
     """Maximum calls executed per turn; for the others, the model reads an error."""
     max_result_characters: Annotated[int, Meta(ge=1)] = 2000
     """Longest result, characters; longer ones lose their middle."""
-
-    @property
-    def calls(self) -> str:
-        return ""
 
     @property
     def executed(self) -> set[str]:
@@ -267,6 +263,10 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
     `vllm:NAME`; empty = the loop doesn't use the model over HTTP."""
 
     @property
+    def calls(self) -> str:
+        return self.tool_call_format
+
+    @property
     def executed(self) -> set[str]:
         return {with_arguments(self.function, self.arguments)}
 
@@ -276,6 +276,10 @@ class ExternalAgentConfig(AgentConfig, tag="external"):
 
     tool_call_format: str = "hermes"
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
+
+    @property
+    def calls(self) -> str:
+        return self.tool_call_format
 
 
 class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
@@ -293,6 +297,10 @@ class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
     """Maximum turns of the model in a verifiers environment."""
     tool_call_format: str = "hermes"
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
+
+    @property
+    def calls(self) -> str:
+        return self.tool_call_format
 
     @property
     def executed(self) -> set[str]:

@@ -151,7 +151,9 @@ def load_with_models(words: list[str], *, is_optional: bool = False) -> tuple[li
     """Models named among the overrides, and the settings with the first of them.
 
     A run folder means its final model. Without an experiment, the settings are those of the first run that contains a
-    model. `is_optional`: without one, `model.path` is that of the overrides, else NO_MODEL_PATH. Raises ConfigError.
+    model. `is_optional`: without a model, `model.path` is that of the overrides, else NO_MODEL_PATH.
+
+    Raises ConfigError.
     """
     models = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
     if not models and not is_optional:
@@ -171,13 +173,14 @@ def load_with_models(words: list[str], *, is_optional: bool = False) -> tuple[li
 
 
 def merge_overrides(earlier: list[str], later: list[str]) -> list[str]:
-    """Append `later` to `earlier` without keys and variants that it replaces."""
+    """Append `later` to `earlier`, without the keys and variants that `later` replaces."""
     keys = {each.key_or_group for each in parse(later)}
     # One of them determines the other.
     keys |= {"learner.max_steps", "learner.epochs"} if keys & {"learner.max_steps", "learner.epochs"} else set()
     replaced = tuple(key.replace("/", ".") + "." for key in keys if key in groups())
-    own = zip(earlier, (each.key_or_group for each in parse(earlier)), strict=True)
-    return [*(text for text, key in own if key not in keys and not key.startswith(replaced)), *later]
+    known = zip(earlier, (each.key_or_group for each in parse(earlier)), strict=True)
+    kept = [text for text, key in known if key not in keys and not key.startswith(replaced)]
+    return [*kept, *later]
 
 
 def to_yaml(config: RunConfig) -> str:

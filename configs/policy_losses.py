@@ -216,6 +216,6 @@ class M2poConfig(MaskConfig, tag="m2po"):
     """Largest mean of the squared log-ratios of the remaining tokens."""
 
 
-# msgspec decodes unions. From here on, the names mean any record above.
+# msgspec decodes unions, not base classes. From here on, the names mean any record above.
 PolicyLossConfig = union_of(PolicyLossConfig)
 MaskConfig = union_of(MaskConfig)

@@ -290,7 +290,6 @@ def _check_machines(run: RunConfig) -> None:
 
 
 def _check_brokers(run: RunConfig) -> None:
-    """Each broker needs a port, and the mode must support several."""
     cluster, brokers, address = run.cluster, run.broker.shards, run.broker.address
     must, why = f"be 1 with mode={run.mode}", "only mode=async runs brokers as processes"
     require(run.has_roles or brokers == 1, "broker.shards", must, got=brokers, why=why)
@@ -304,7 +303,6 @@ def _check_brokers(run: RunConfig) -> None:
 
 
 def _check_guests(run: RunConfig) -> None:
-    """The answers of guests must be checkable."""
     names, own = run.cluster.untrusted_generators.names, run.generators.sampling
     agents = (run.generators.agent, *run.generators.agents.values())
     unfit = {

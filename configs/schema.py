@@ -2,7 +2,7 @@
 
 A field of several tagged records is a group with the tags as options: `BufferConfig.store` becomes
 `buffer/store=embedded | redis`. A generated option holds only the tag. YAML presets are more options
-(`buffer/store=embedded_large`) or own groups (`recipe=dapo`).
+(`buffer/store=embedded_large`) or form their own groups (`recipe=dapo`).
 """
 
 import ast
@@ -42,7 +42,7 @@ class Setting(NamedTuple):
     """Dotted; entries of a list are `prepare[]`."""
     field: Field
     record: type
-    """Declares the field."""
+    """Record that declares the field."""
     variant: str
     """`group=option` that selects the record; empty outside groups."""
 
@@ -127,7 +127,7 @@ def field_docstrings(record: type) -> dict[str, str]:
 
 
 LOGGERS = "logging.backends"
-"""The only setting that is a list or a mapping."""
+"""The only setting that is a list of names or a mapping of names to their arguments."""
 
 
 @cache
@@ -166,7 +166,7 @@ def preset_of_file(group: str, file: Path, *, chosen: Collection[str] = ()) -> s
         if is_resolved or (isinstance(record[name], DictConfig) and "kind" in record[name]):
             del record[name]
         if is_resolved and parent == "algorithm":
-            # It is what `auto` chose for the file's variants.
+            # The file holds the policy that `auto` chose for its own variants.
             record.pop("proximal", None)
     is_record = any(setting.group == group for setting in settings())
     name = file.as_posix().replace("/", "|")
@@ -194,7 +194,7 @@ def peer_names() -> dict[str, tuple[str, str]]:
 
 
 def unknown_key(key: str) -> str:
-    """Error message for `key`, with what was meant, or siblings."""
+    """Error message for `key`, with the key meant, or its siblings."""
     owners = {setting.variant for setting in settings() if setting.key == key}
     if owners:
         return f"unknown key {key}: it belongs to {' and '.join(sorted(owners))}."
@@ -227,7 +227,7 @@ def unknown_option(group: str, option: object) -> str:
     if group in _PATHS and (re.search(r"[/.]", str(option)) or Path(str(option)).exists()):
         what, key = _PATHS[group]
         return f"unknown option {group}={option}; {what} is set as {key}={option}."
-    # experiment=gsm8k does not mean data=gsm8k.
+    # A prefix within this group wins over a name in another: experiment=gsm8k does not mean data=gsm8k.
     meant = [f"{group}={name}" for name in options if name.startswith(f"{option}_")]
     elsewhere = [f"{other}={option}" for other in groups() if option in groups()[other]]
     if not meant and len(elsewhere) == 1:

@@ -142,7 +142,7 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, tok
 def load_engine(run: RunConfig | None, peer_id: str) -> None:
     """Import vLLM, which takes ten seconds, if the local `run` uses it, and prepare the fork of its engine process.
 
-    Ignores errors, which recur later.
+    Ignores errors, which recur at the later import.
     """
     if run is None:
         return

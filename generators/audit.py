@@ -3,7 +3,8 @@
 Consumes: Audit, and a few own answers.
 Produces: Audited, one per Audit.
 Waits for: audits; within one, the engine and the reward functions.
-Invariant: if the engine no longer holds an answer's version, the difference of own answers of that version is reported.
+Invariant: if the engine no longer holds an answer's version, its log-probability difference is reported with that of
+own answers of that version.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ _VERSIONS_KEPT = 16
 _ANSWERS_KEPT = 4
 """Own answers kept per version."""
 _TRIES = 3
-"""Tries without an interrupting weight update."""
+"""Tries for a scoring pass without an interrupting weight update."""
 _MAX_REWARD_DIFF = 1e-6
 
 log = structlog.get_logger(__name__)
@@ -116,7 +117,7 @@ class Auditor:
         )
 
     async def _find_lie(self, prompt: Prompt, trajectory: Trajectory) -> str:
-        """Mismatch of prompt or reward, if the latter can be recomputed."""
+        """Mismatch of prompt or reward; empty without one, or if the reward cannot be recomputed."""
         first = int(np.argmax(trajectory.model_mask))
         expected, _ = self._encoder.encode(prompt)
         if trajectory.token_ids[:first].tolist() != expected:
@@ -145,7 +146,7 @@ class Auditor:
         return f"{trajectory.id} has a reward of {reward.total:g}, but {own_text}"
 
     async def _score(self, trajectory: Trajectory) -> tuple[PromptScores | None, int]:
-        """Scores, None if updates interrupted every try, and the engine's version."""
+        """Scores (None if updates interrupted every try) and the engine's version."""
         for _ in range(_TRIES):
             version = self._engine.version
             scores = await self._engine.prompt_scores(trajectory.token_ids.tolist())

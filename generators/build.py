@@ -57,7 +57,7 @@ def build_engine(run: RunConfig) -> Engine:
 def make_fetcher(run: RunConfig, keys: Keys, *, broker_address: str) -> Fetcher:
     """Build a fetcher, which with `cluster.network` also lends weights to other generators.
 
-    Guests and generators that reach the broker over ipc never lend.
+    Guests, generators that reach the broker over ipc, and machines outside the network never lend.
     """
     if run.cluster.network is not None and not keys.guest and not broker_address.startswith("ipc://"):
         try:

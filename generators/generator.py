@@ -102,7 +102,7 @@ _REQUEST_TIMEOUT_S = 5.0
 """Time after which a request is sent again, because the broker may have restarted."""
 _HEALTH_CHECK_INTERVAL_S = 1.0
 _LOAD_POLL_INTERVAL_S = 1.0
-"""The load then reflects the last adjustment."""
+"""Long enough for the load to reflect the last adjustment."""
 _IDLE_LOG_INTERVAL_S = 10.0
 _MAX_PROMPT_ERRORS = 1000
 """Failed answers in a row before the generator gives up."""
@@ -138,8 +138,7 @@ class Generator:
         clock: Clock = time.monotonic,
     ) -> None:
         """`fetcher`: None if weights are passed within the process."""
-        self._group_size = run.members_per_group
-        self._max_payload_bytes = run.broker.max_message_bytes
+        self._run = run
         self._client = client
         self._engine = engine
         self._agent = agent
@@ -147,20 +146,17 @@ class Generator:
         self._clock = clock
         self._state: Any = "starting"
         self._reason = "loading the model"
-        self._prompt_error, self._num_prompt_errors = "", 0
-        self._pause_s = self._paused_until = 0.0
+        self._forget_failures()
         self._prompt_log = LogLimiter(log.error, clock=clock)
         self._problems: dict[str, str] = {}
         self._error: Exception | None = None
         self._wake_up = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], Prompt] = {}
-        self._requested_at: float | None = None
         self._deferred_reason = ""
-        self._concurrency = ConcurrencyLimit(least=self._group_size, most=run.generators.max_concurrency)
+        self._concurrency = ConcurrencyLimit(least=run.members_per_group, most=run.generators.max_concurrency)
         self._load = EngineLoad()
-        self._next_load_poll_at = self._next_idle_log_at = 0.0
-        # Real time, because a serial run's clock counts turns.
-        self._tokens = Rate()
+        self._next_load_poll_at = self._next_idle_log_at = self._next_request_at = 0.0
+        self._tokens = Rate()  # in real time: a serial run's clock counts turns
         self._record_stage = partial(RunFolder(run).record_stage, member.peer_id)
         self._trace = trace or Trace(member.peer_id, RunFolder(run).profile)
         self._account = TimeAccount("starting", trace=self._trace)
@@ -177,6 +173,10 @@ class Generator:
             fetcher=fetcher,
             trace=self._trace,
         )
+
+    def _forget_failures(self) -> None:
+        self._prompt_error, self._num_prompt_errors = "", 0
+        self._pause_s = self._paused_until = 0.0
 
     # --- life ----------------------------------------------------------------------------------------------------
     async def run(self) -> None:
@@ -271,7 +271,8 @@ class Generator:
     # --- messages and status -------------------------------------------------------------------------------------
     def receive(self, message: Message | ClientDiedError) -> None:
         if isinstance(message, Prompts | Welcome):
-            self._requested_at = None
+            # A new connection has no open request.
+            self._next_request_at = 0.0
         match message:
             case Prompts(prompts=prompts, reason=reason):
                 if self._state in _SERVING:
@@ -294,7 +295,7 @@ class Generator:
         self.wake()
 
     async def _profile(self, stage: Literal["events", "engine", "end"]) -> None:
-        """Start or write a recording; the learner waits for the second file."""
+        """Start or write a recording; the engine's first, because the learner waits for the event file."""
         if stage != "events" and (profile := getattr(self._engine, "profile", None)):
             try:
                 self._trace.adopt(await profile(is_on=stage == "engine"))
@@ -364,17 +365,17 @@ class Generator:
             return
         self._next_load_poll_at = self._clock() + _LOAD_POLL_INTERVAL_S
         self._load = self._engine.current_load()
-        # Paused requests look like a full engine.
+        # Not during an update: paused requests look like a full engine.
         if self._state == "ready":
             self._concurrency.observe(self._load, running=len(self._tasks))
 
     def _request_prompts(self) -> None:
         room = self._concurrency.limit - len(self._tasks)
         now = self._clock()
-        is_pending = self._requested_at is not None and now - self._requested_at <= _REQUEST_TIMEOUT_S
         is_able = self._state == "ready" and self._client.is_joined and not self._client.outbox.is_over_credit
-        if is_able and now >= self._paused_until and not is_pending and room >= self._group_size:
-            self._requested_at = now
+        is_due = now >= max(self._paused_until, self._next_request_at)
+        if is_able and is_due and room >= self._run.members_per_group:
+            self._next_request_at = now + _REQUEST_TIMEOUT_S
             self._client.send(LeaseRequest(max_trajectories=room))
 
     def _accept(self, prompts: list[Prompt]) -> None:
@@ -391,19 +392,19 @@ class Generator:
         self._trace.mark("started", make_trajectory_id(prompt.lease.id, index))
         trajectory = await self._agent.answer(prompt, index)
         self._trace.mark("scored", trajectory.id)
-        # A failed verification cancels this task.
+        # Hold back an answer that ends during an update. A failed verification cancels this task.
         await self._weight_updates.is_verified.wait()
-        lease, group_size = prompt.lease, self._group_size if prompt.lease.purpose == "train" else 1
+        lease = prompt.lease
+        group_size = self._run.members_per_group if lease.purpose == "train" else 1
         header, payload = pack(trajectory, lease_id=lease.id, purpose=lease.purpose, group_size=group_size)
-        if len(payload) > self._max_payload_bytes:
+        if len(payload) > (limit := self._run.broker.max_message_bytes):
             # It would drop the connection after every reconnect.
             raise PromptError(
-                f"a trajectory must fit into broker.max_message_bytes ({self._max_payload_bytes}), {header.id} with "
+                f"a trajectory must fit into broker.max_message_bytes ({limit}), {header.id} with "
                 f"{len(trajectory.token_ids)} tokens has {len(payload)} bytes: raise the limit in a new run, or lower "
                 "generators.sampling.max_tokens"
             )
-        self._prompt_error, self._num_prompt_errors = "", 0
-        self._pause_s = self._paused_until = 0.0
+        self._forget_failures()
         self._tokens.add(int(trajectory.model_mask.sum()))
         self._gauges["trajectories"] += 1
         if trajectory.reward.status != "ok":
@@ -461,6 +462,7 @@ class Generator:
             self._return_leases([nack.lease_id], f"{nack.id} was rejected: {nack.reason}")
 
     async def _release(self, reason: str) -> None:
+        # Collected first, because canceled tasks remove themselves.
         tasks, held = list(self._tasks), [prompt.lease.id for prompt in self._tasks.values()]
         for task in tasks:
             task.cancel()

@@ -97,7 +97,7 @@ class PromptEncoder:
         return token_ids, images
 
     def row_variables(self, prompt: Row, *, asked: Variables = None) -> dict[str, Any]:
-        """Template variables of the row's `extra_info.chat_template_kwargs`, and `asked`. Raises PromptError."""
+        """Row's template variables (`extra_info.chat_template_kwargs`), overridden by `asked`. Raises PromptError."""
         row = prompt.extra_info.get("chat_template_kwargs") or {}
         try:
             for given in (row, asked or {}):
@@ -110,7 +110,7 @@ class PromptEncoder:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def encode_text(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """`special_tokens`: encode their names in the text as those tokens."""
+        """Adds no special tokens. `special_tokens`: encode their names in the text as those tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special_tokens)
 
     @cached_property
@@ -157,7 +157,7 @@ class PromptEncoder:
         return token_ids[self._num_ended(token_ids, last_token_id) :]
 
     def _num_ended(self, token_ids: list[int], last_token_id: int | None) -> int:
-        """Count the tokens at the start of `token_ids` that end a turn again."""
+        """Count the tokens at the start of `token_ids` that end a turn which `last_token_id` has ended."""
         if token_ids and token_ids[0] == last_token_id:
             return 1
         # At a limit, a turn ends with a token of text.

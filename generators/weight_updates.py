@@ -34,14 +34,14 @@ log = structlog.get_logger(__name__)
 
 _PROBE_TIMEOUT_S = 30.0
 _SAMPLED_TOKENS = 4
-"""After a prefix of each canary. Each costs a decoding step."""
+"""Sampled after a prefix of each canary. Each costs a decoding step."""
 
 
 class ProbeResult(Record):
     """Absolute log-probability differences, nats."""
 
     mean: float = 0.0
-    """The larger one of canary tokens and of sampled tokens."""
+    """The larger of the means over canary tokens and over sampled tokens."""
     largest: float = 0.0
 
 
@@ -112,7 +112,7 @@ class WeightUpdates:
         fetcher: Fetcher | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """`release(reason)`: cancel requests in flight."""
+        """`release(reason)`: cancel requests in flight. `receiver`, `fetcher`: closed at the end."""
         self._trace = trace or Trace(member.peer_id)
         self._member = member
         self._client = client
@@ -121,7 +121,7 @@ class WeightUpdates:
         self._release = release
         self._receiver = receiver
         self._fetcher = fetcher or Fetcher(None)
-        # For both: waiting for bytes must not block decoding.
+        # Both belong to one thread: waiting for bytes must not block decoding.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="receive-weights")
         self._commands: asyncio.Queue[OpenEpoch | Update] = asyncio.Queue()
         self._newest: OpenEpoch | Update | None = None
@@ -208,6 +208,7 @@ class WeightUpdates:
             self.is_verified.set()
             self._set_state("ready", "")
         except WeightTransferError as error:
+            # The engine still holds the previous weights.
             message = str(error)
             self._set_state("unsynced", message)
             if was_verified:
@@ -249,13 +250,14 @@ class WeightUpdates:
         return received
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        # Never blocks, and a thread would make token versions nondeterministic.
+        # Transfers within the process never block, and a thread would make token versions nondeterministic.
         if isinstance(self._receiver, MemoryReceiver):
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     def _report(self, update: Update, answer: UpdateApplied) -> None:
         if update.source is None or not (update.source.has_deltas or update.source.is_lent):
+            # No later update and no other generator needs the fetched bytes.
             self._fetcher.release()
         if answer.error:
             log.error("weight_update_failed", version=update.version, error=answer.error)

@@ -141,7 +141,7 @@ class BackgroundSaver:
 
     @property
     def reason(self) -> str:
-        """Reason for a wait of the save, for disk space or other ranks; else empty. Thread-safe."""
+        """Reason that the save waits, for disk space or other ranks; else empty. Thread-safe."""
         return self._disk.reason or self._waits_for_ranks
 
     @property
@@ -150,7 +150,10 @@ class BackgroundSaver:
         return self._storage.wait.reason if self._storage else ""
 
     def start(self, writes: Mapping[str, Write], *, name: str, finish: Callable[[], object]) -> None:
-        """Write this rank's files. Once those of all ranks form the folder `name`, rank 0 calls `finish`."""
+        """Write this rank's files. Once those of all ranks form the folder `name`, rank 0 calls `finish`.
+
+        No save may be in flight.
+        """
         self._draft = self._folder / f"draft-{name}"
         self.run(lambda: self._write(writes, name=name, finish=finish))
 
@@ -229,7 +232,7 @@ class BackgroundSaver:
         self._await_ranks(find_missing)
 
     def _await_ranks(self, find_missing: Callable[[], list[str]]) -> None:
-        """If another rank fails, so does this process in its next collective."""
+        """Wait for other ranks' files. If one dies or cannot write, this process fails in its next collective."""
         began_at = time.monotonic()
         while missing := find_missing():
             waited_s = time.monotonic() - began_at

@@ -128,7 +128,7 @@ class _Models:
             reference = AdapterOff(engine)
         elif run.algorithm.needs_reference:
             reference = self._load_frozen(run.model, setting="model.path")
-            # The chooser may have changed the policy's.
+            # The chooser may have changed the policy's attention implementation.
             reference.model.backbone.set_attn_implementation(policy.backbone.config._attn_implementation)
         if distillation := run.algorithm.distillation:
             path, setting = distillation.teacher_path, "algorithm.distillation.teacher_path"

@@ -123,7 +123,7 @@ class BestCheckpoint:
 _REFERENCE = "reference"
 _STATE = "state.json"
 _NAME = re.compile(r"(?:draft-)?step-(\d+)(?:\.(\d+))?")
-"""Step and life, without a run's first life, of a checkpoint or draft."""
+"""Step and life of a checkpoint or draft. The first life of a run is omitted."""
 
 
 class CheckpointState(Record):
@@ -168,13 +168,13 @@ class Checkpoints:
         """Checkpoints with NaN or infinity."""
         self._newest: CheckpointPointer | None = None
         self.life = 1
-        """Greater than every earlier learner's, which protects this one's files: the store's fencing token, or from
-        `begin_life`."""
+        """Greater than every earlier learner's, so that they never touch this one's files. Set from the store's fencing
+        token or by `begin_life`."""
 
     def begin_life(self) -> None:
         """Choose a life above all in the folder and the object store (mode=sft, without a store)."""
         seen = [*self.names(), *(folder.name for folder in self._folder.glob("draft-*"))]
-        # Folders on other machines may be invisible here.
+        # Use the time, because folders on other machines may be invisible here.
         self.life = max([(int(time.time()) if self._storage else 1), *(1 + life for life, _ in map(_age, seen))])
 
     def names(self) -> list[str]:
@@ -183,7 +183,7 @@ class Checkpoints:
         return sorted(names or (self._storage.names() if self._storage else []), key=_age)
 
     def with_remedy(self, error: DivergenceError) -> DivergenceError:
-        """Wait for the save in flight. Add how to continue."""
+        """Wait for the save in flight, then add how to continue."""
         self.saver.join()
         if not (model := self.newest_model()):
             return DivergenceError(f"{error} No checkpoint exists to continue from: start a new run.")
@@ -201,7 +201,10 @@ class Checkpoints:
         return f"{folder}/model"
 
     def prune(self, *, pinned: Set[str]) -> None:
-        """Delete all but the newest `keep`, `pinned`, and later lives' checkpoints; elsewhere in the next save."""
+        """Delete all but the newest `keep`, `pinned`, and later lives' checkpoints, here and in the object store.
+
+        Other machines delete theirs in the next save.
+        """
         keep = self._run.learner.checkpoint.keep
         self._keep({*self.names()[-keep:], *pinned}, life=self.life)
         if self._run_storage and self._storage:
@@ -213,7 +216,7 @@ class Checkpoints:
             self._storage.prune(is_kept=lambda name: name in kept or _age(name)[0] > self.life)
 
     def upload(self, folders: Iterable[Path]) -> None:
-        """Start uploading folders to any object store. `saver.flush` waits for it."""
+        """Start uploading folders to the object store, if configured. `saver.flush` waits for it."""
         if storage := self._run_storage:
 
             def work() -> None:
@@ -327,7 +330,7 @@ class Checkpoints:
         )
 
     def restore(self, name: str) -> CheckpointState:
-        """Raises CheckpointError, if a file is damaged before loading any."""
+        """Load a checkpoint. Raises CheckpointError; detects damaged files before loading any."""
         folder = self._folder / name
         # Downloads may exceed the time limit of a collective; `flush` keeps waiting.
         self.saver.run(lambda: self._make_whole(name))
@@ -389,7 +392,7 @@ class Checkpoints:
 
 
 def _age(name: str) -> tuple[int, int]:
-    """Life and step, for sorting; (0, 0) for other names."""
+    """Life and step, for sorting by age; (0, 0) for other names."""
     found = _NAME.match(name)
     return (int(found[2] or 1), int(found[1])) if found else (0, 0)
 

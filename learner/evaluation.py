@@ -189,7 +189,7 @@ def differences(scored: Mapping[str, Sums], base: Mapping[str, Sums]) -> dict[st
 
 
 class EvaluationProgress:
-    """Estimates the rest of an evaluation from its rate."""
+    """Estimates when an evaluation ends, from its rate."""
 
     def __init__(self, *, clock: Clock) -> None:
         self._clock = clock

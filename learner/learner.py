@@ -73,7 +73,7 @@ def keep_claim(store: Store, claim: Claim, *, lease_s: float) -> Iterator[None]:
 
 
 class Learner:
-    """Rank 0 of the learner."""
+    """Rank 0 of the learner. Life: run, once."""
 
     def __init__(
         self,
@@ -122,10 +122,8 @@ class Learner:
         self._version_step = 0
         """Step that produced the weights of `_version`."""
         self._reason = "starting"
-        self._must_stop = False
-        self._is_asked_to_stop = False
-        self._checkpoint_s = 0.0
-        self._claimed_at = 0.0
+        self._must_stop = self._is_asked_to_stop = False
+        self._checkpoint_s = self._claimed_at = 0.0
 
     def status(self) -> Pong:
         """Content of the next Pong. Thread-safe."""
@@ -233,7 +231,7 @@ class Learner:
             self._publish()
         self._publisher.flush()
         self._profiler.close()
-        # The fencing token marks a step as not rolled back.
+        # The fencing token distinguishes a step from one that was rolled back.
         after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
         self._record_stage("evaluated at the end")
         self._checkpoint()

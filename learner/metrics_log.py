@@ -134,7 +134,10 @@ class MetricsLog:
         log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
 
     def start_training(self, *, step: int, ends: Callable[[Row], bool] = lambda _: False) -> bool:
-        """Start the run's clock, on a resume from the rows that the checkpoint covers. Returns if one `ends` it."""
+        """Start the run's clock, on a resume from the rows that the checkpoint covers.
+
+        Returns whether any of them `ends` the run.
+        """
         # Later rows belong to steps that were rolled back.
         has_ended, self._resumed_at_s = False, 0.0
         for row in self._rows(up_to_step=step):
@@ -233,7 +236,7 @@ class MetricsLog:
         self.disk.retry(lambda: self.folder.write_summary(summary), what="the summary", path=self.folder.summary)
 
     def _over_rows(self, step: int) -> Row:
-        """Read one row at a time."""
+        """Figures of the summary over all rows."""
         goals, num_tokens, sum_lags = self._run.evaluation.goals[:1], 0, 0
         found: Row = {"seconds_to_goal": None, "lag_max": 0, "logprob_diff_max": 0.0}
         for row in self._rows(up_to_step=step):

@@ -119,7 +119,7 @@ class StepProfiler:
     def _stop_torch(self) -> None:
         if self._torch:
             self._torch.stop()
-            # The merging thread writes the file, in seconds.
+            # The merging thread writes the file, which takes seconds.
             self._torch, self._recorded = None, self._torch
 
     def _order(self, stage: str) -> None:

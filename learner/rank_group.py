@@ -70,7 +70,7 @@ class RankGroup:
         self._ranks = ranks
         self.trainer = trainer
         self.checkpoints = checkpoints
-        """Methods that are not collective may be called."""
+        """Methods that are not collective may be called directly."""
 
     # --- rank 0 --------------------------------------------------------------------------------------------------
     def train(
@@ -121,7 +121,7 @@ class RankGroup:
         self.flush_checkpoint()
 
     def keep_alive(self) -> None:
-        """Call every few seconds of a wait: other ranks wait in a collective."""
+        """Call every few seconds of a wait: other ranks wait in a collective that times out."""
         self._on_all(Operation("keep_alive"))
 
     def shutdown(self) -> None:

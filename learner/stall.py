@@ -114,7 +114,7 @@ class StallDetector:
         self._record("resumed, as requested")
 
     def reject_unscored(self, claim: Claim) -> bool:
-        """While rewards are the cause, reject groups without any, and return whether the claim had some.
+        """While rewards are the cause, reject groups without any reward. Returns whether the claim had such groups.
 
         Otherwise an outage of the reward service would use up the run's steps.
         """
@@ -162,7 +162,7 @@ class StallDetector:
             self._store.record_event("learner", text)
 
     def _last_events(self) -> str:
-        """On one line: the launcher shows the log's last."""
+        """Last events, on one line for the launcher."""
         roles = {name for name, gauges in self._store.roles().items() if gauges.get("role") == "generator"}
         roles |= {*self._run.broker.names, "store"}
         last = [e for e in self._store.events(limit=_EVENTS_READ) if e.role in roles][-_EVENTS_SHOWN:]

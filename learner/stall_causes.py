@@ -71,7 +71,7 @@ def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) 
 class Progress:
     """The newest snapshot and the changes up to it. Life: (begin -> update*)*, one `begin` per wait.
 
-    Rewards and applied versions can fail while every wait succeeds.
+    Tracks rewards and applied versions across waits: both can fail while every wait succeeds.
     """
 
     now: Snapshot

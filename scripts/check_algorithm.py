@@ -1,7 +1,7 @@
 """Check a custom training function: `slipstream check KIND module:function [name=value …]`.
 
 Kinds: `advantage` and `policy_loss` (docs/algorithms.md). Properties that sound methods may lack are notes. Exit
-codes: 0, 1 if a required property does not hold, 2 if the function cannot be loaded or called.
+codes: 0 if every required property holds, 1 if one does not, 2 if the function cannot be loaded or called.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 
 
 def print_findings(kind: str, path: str, words: list[str]) -> None:
-    """Check a function with `name=value` arguments; exit with 1 without a required property. Raises ConfigError."""
+    """Print a function's findings; exit with code 1 if a required property does not hold. Raises ConfigError."""
     try:
         arguments = {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
     except yaml.YAMLError:

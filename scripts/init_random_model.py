@@ -45,7 +45,7 @@ def save_model(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTok
     tokenizer.save_pretrained(unfinished)
     if takes_images(str(unfinished)):
         (unfinished / IMAGE_FILES[0]).write_text(json.dumps(_PICTURES, indent=2))
-    # The folder must appear complete.
+    # Preparation only checks whether the folder exists, so it must appear complete.
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 
@@ -80,7 +80,7 @@ _PICTURES = {
 
 
 def make_tokenizer(*, architecture: str = "qwen2") -> Qwen2Tokenizer:
-    """Build a tokenizer with one id per character, which drops unknown ones.
+    """Build a tokenizer with one id per character. It silently drops unknown characters, so callers must check.
 
     transformers ignores other classes than Qwen2Tokenizer in such a folder.
     """
@@ -148,8 +148,11 @@ def _make_qwen2_5_vl(*, layers: int, width: int, num_heads: int, max_length: int
 
 
 _SHARED: dict[str, Any] = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 1, "dtype": "float32"}
-_BUILDERS: list[Callable[..., PreTrainedModel]] = [_make_gpt2, _make_qwen2, _make_qwen2_5_vl]
-_ARCHITECTURES = {build.__name__.removeprefix("_make_"): build for build in _BUILDERS}
+_ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
+    "gpt2": _make_gpt2,
+    "qwen2": _make_qwen2,
+    "qwen2_5_vl": _make_qwen2_5_vl,
+}
 
 
 @fail_cleanly()

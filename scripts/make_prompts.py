@@ -98,7 +98,9 @@ class Source(NamedTuple):
     heldout: Split | None
 
 
-_MATH, _GEOMETRY, _QA = "DigitalLearningGmbH/MATH-lighteval", "hiyouga/geometry3k", "RUC-NLPIR/FlashRAG_datasets"
+_MATH = "DigitalLearningGmbH/MATH-lighteval"
+_GEOMETRY = "hiyouga/geometry3k"
+_QA = "RUC-NLPIR/FlashRAG_datasets"
 _DAPO = "BytedTsinghua-SIA/DAPO-Math-17k"
 SOURCES = {
     "gsm8k": Source("openai/gsm8k", _gsm8k, Split("openai/gsm8k", "main/train"), Split("openai/gsm8k", "main/test")),
@@ -209,7 +211,7 @@ def make_environment_rows(
 def _prompt_of(task: Values) -> list[Values]:
     prompt = task.get("prompt") or "(the environment opens the conversation)"
     system = [{"role": "system", "content": task["system_prompt"]}] if task.get("system_prompt") else []
-    return [*system, *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)]
+    return [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else [*system, *prompt]
 
 
 # --- reasoning-gym ---------------------------------------------------------------------------------------------------

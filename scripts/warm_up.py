@@ -53,7 +53,7 @@ class Problem(NamedTuple):
 def read_problems(
     path: Path, *, tokenizer: PreTrainedTokenizerBase, vision: VisionModel | None = None
 ) -> list[Problem]:
-    """Tokenize a prompt file; `vision`: with images. Raises ConfigError."""
+    """Tokenize a prompt file. `vision`: for prompts with images. Raises ConfigError."""
     why = "make it with slipstream.scripts.make_digits_data"
     require(path.is_file(), str(path), "be a prompt file", got="none", why=why)
     rows = [*Dataset(path)]
@@ -117,7 +117,7 @@ def batches(problems: list[Problem], *, size: int, seed: int) -> Iterator[list[P
 @torch.no_grad()
 def exact_accuracy(model: PreTrainedModel, problems: list[Problem], *, seed: int, is_greedy: bool = False) -> float:
     """Fraction of exactly right responses, end token included, sampled at temperature 1 or decoded greedily."""
-    # Prompts of one length need no padding.
+    # Prompts of one length need no padding, which a sampler would have to mask.
     by_length: dict[int, list[Problem]] = {}
     for problem in problems:
         by_length.setdefault(len(problem.prompt), []).append(problem)

@@ -1,6 +1,6 @@
 """Asynchronous, decoupled actor-learner reinforcement learning for language models.
 
-The names below are for scripts and notebooks (docs/notebook.md), imported on first use.
+The names below are for scripts and notebooks (docs/notebook.md). Each is imported on first use.
 """
 
 from importlib import import_module

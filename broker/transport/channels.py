@@ -18,7 +18,7 @@ class ClientChannel(Protocol):
     """
 
     def send(self, frames: Frames) -> None:
-        """Queue frames, for `receive` to send once the broker is reachable."""
+        """Queue frames without blocking; `receive` sends them once the broker is reachable."""
 
     def receive(self, *, timeout_s: float) -> Frames | None:
         """Send queued frames, then return the next received; None after `timeout_s` or a `wake`."""
@@ -58,7 +58,7 @@ def check_open(*, is_closed: bool) -> None:
 
 
 class MemoryBroker:
-    """Hub of at most one server and any clients. Belongs to one thread."""
+    """Hub of at most one server and any number of clients. Belongs to one thread."""
 
     def __init__(self) -> None:
         self.clients: dict[bytes, MemoryClientChannel] = {}

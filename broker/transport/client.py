@@ -65,11 +65,11 @@ class Route:
     def __init__(self, peer_id: str, brokers: Mapping[str, str], *, is_reachable: Callable[[str], bool]) -> None:
         self._peer_id = peer_id
         self._configured = dict(brokers)
-        """Such as tunnels; the names are unconfirmed until a Welcome."""
+        """Configured addresses, such as tunnels; a Welcome confirms which broker is there."""
         self._confirmed: dict[str, str] = {}
         """Broker -> address at which it welcomed this peer."""
         self._failed: dict[str, str] = {}
-        """Address that connects but did not answer -> assumed broker, until that broker dies."""
+        """Address that accepts connections but did not answer -> broker assumed there, until that broker dies."""
         self._brokers = {name: [address] for name, address in brokers.items()}
         self._is_reachable = is_reachable
         self._current = preferred(peer_id, brokers)[0]
@@ -94,7 +94,7 @@ class Route:
         return self.address
 
     def follow(self, living: Mapping[str, str], *, at: str) -> bool:
-        """Update the live brokers, as reported by the broker `at`; returns whether to move to a reachable other."""
+        """Update the live brokers, as reported by the broker `at`; returns whether to move to one of the others."""
         # Only `at` is confirmed to be at this address.
         self._confirmed = {name: address for name, address in self._confirmed.items() if address != self.address}
         self._confirmed[at], self._current = self.address, at

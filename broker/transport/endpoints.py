@@ -177,9 +177,9 @@ def is_free(host: str, port: int) -> bool:
 
 
 def find_last_port(cluster: ClusterConfig) -> tuple[str, int]:
-    """This machine's address and the last free port of `cluster.ports`, for programs. Raises ConfigError.
+    """This machine's address and the last free port of `cluster.ports`. Raises ConfigError.
 
-    Roles take the first port.
+    For programs that take a port number; roles take the first.
     """
     host = find_interface(cluster).address
     if port := next((port for port in reversed(cluster.port_range) if is_free(host, port)), 0):
@@ -196,7 +196,7 @@ def tcp_endpoints(cluster: ClusterConfig, *, previous: str = "") -> list[str]:
 
 
 def collective_environment(cluster: ClusterConfig) -> dict[str, str]:
-    """Environment that selects Gloo's and NCCL's interface, in a trusted network. Raises ConfigError."""
+    """Environment variables that select Gloo's and NCCL's interface; empty without trust. Raises ConfigError."""
     if not cluster.trusted_network:
         return {}
     name = find_interface(cluster).name

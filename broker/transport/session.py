@@ -177,7 +177,7 @@ class BrokerClients:
             threading.Thread(target=link.thread.stop, name="leave-broker", daemon=True).start()
 
     def _merged_members(self) -> Members:
-        # The newest report wins: another broker hangs or has not noticed the move.
+        # If two brokers report a generator, one hangs or has not noticed its move: the newest report wins.
         counted = [states for name, states in self._members.items() if self._living is None or name in self._living]
         by_member = {state.member: state for states in counted for state in states}
         return Members(sorted(by_member.values(), key=lambda state: state.member.peer_id))
@@ -295,8 +295,8 @@ def join(
 ) -> Session:
     """Connect and wait for the Welcome, logging what is missing.
 
-    Of several brokers, a generator joins the one its hash selects, the learner all. `brokers`: known ones, name ->
-    address, including `address`. Raises RefusedByBrokerError, WaitTimeoutError after `timeout_s`.
+    With several brokers, a generator joins the one its hash selects, and the learner joins all. `brokers`: known ones,
+    name -> address, including `address`. Raises RefusedByBrokerError, WaitTimeoutError after `timeout_s`.
     """
     incarnation, host, machine = uuid.uuid4().hex, socket.gethostname(), machine_id()
     hello = Hello(role, peer_id, incarnation, host, os.getpid(), weight_transport=weight_transport, machine=machine)

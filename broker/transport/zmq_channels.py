@@ -1,7 +1,8 @@
 """ZeroMQ channels: a ROUTER bound by the broker, a DEALER connected by each peer.
 
 Every socket, unix sockets included, uses CURVE, which encrypts and authenticates both ends with keys derived from the
-run's token. Before authentication libzmq keeps one frame per connection, so larger ones are sent in pieces.
+run's token. Before authentication libzmq keeps one frame per connection, so frames above PIECE_BYTES are sent in
+pieces.
 
 Options that affect loss, memory or timeouts are explicit: most defaults are "forever" or "unlimited".
 """
@@ -42,7 +43,8 @@ PIECE_BYTES = 64 * 1024
 
 
 def in_pieces(frames: Frames) -> Frames:
-    """Split a message with a frame above PIECE_BYTES: an empty frame (no header is), piece counts per frame, pieces."""
+    """Split a message with a frame above PIECE_BYTES: an empty frame, the piece count of each frame, the pieces."""
+    # A header is never empty, so the empty frame is unambiguous.
     if all(len(frame) <= PIECE_BYTES for frame in frames):
         return frames
     split = [[frame[at : at + PIECE_BYTES] for at in range(0, len(frame), PIECE_BYTES)] or [frame] for frame in frames]
@@ -50,7 +52,7 @@ def in_pieces(frames: Frames) -> Frames:
 
 
 def assembled(frames: Frames) -> Frames:
-    """Undo `in_pieces`. Inconsistent messages stay unchanged: their empty header is refused."""
+    """Undo `in_pieces`. Inconsistent messages stay unchanged, and are refused for their empty header."""
     if len(frames) < 2 or frames[0]:
         return frames
     try:

@@ -18,8 +18,8 @@ ALIGNMENT_BYTES = 64
 """Alignment of every tensor, so that any dtype can be viewed in place."""
 
 SLOWEST_BYTES_PER_S = 1e8
-"""Rate below which an update hangs. Loading and comparing it on two busy cores reaches 1.5e8, page-locking its memory
-1e9."""
+"""Rate below which an update counts as hung. Loading and comparing it on two busy cores reaches 1.5e8, page-locking its
+memory 1e9."""
 
 TensorMeta = tuple[str, Sequence[int], torch.dtype]
 """Name, shape and dtype on the wire."""
@@ -28,7 +28,8 @@ TensorMeta = tuple[str, Sequence[int], torch.dtype]
 def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[TensorSlot], list[int]]:
     """Lay out tensors in order; returns their slots and the size of each bucket in bytes.
 
-    A larger tensor than `bucket_bytes` gets its own. Raises WeightTransferError for a repeated name.
+    A bucket ends where the next tensor would exceed `bucket_bytes`; a larger tensor gets its own. Raises
+    WeightTransferError for a repeated name.
     """
     slots: list[TensorSlot] = []
     sizes: list[int] = []
@@ -56,8 +57,9 @@ def pack(tensors: Iterable[tuple[str, Tensor]], slots: Sequence[TensorSlot], *, 
     for name, tensor in tensors:
         slot = open_slots.pop(name, None)
         if slot is None or list(tensor.shape) != slot.shape:
-            plan = f"the plan, which has {'no further slot' if slot is None else f'shape {slot.shape}'}"
-            raise WeightTransferError(f"tensor {name} must match {plan}, got shape {list(tensor.shape)}")
+            planned = "no further slot" if slot is None else f"shape {slot.shape}"
+            must = f"tensor {name} must match the plan, which has {planned}"
+            raise WeightTransferError(f"{must}, got shape {list(tensor.shape)}")
         # A copy into page-locked buckets overlaps with gathering the next tensor.
         _view(into, slot).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         is_queued = tensor.is_cuda and not into[0].is_cuda

@@ -77,7 +77,7 @@ class CheckpointNames:
     def metadata(self, dtype: torch.dtype) -> list[TensorMeta]:
         """Name, shape and wire dtype of each tensor, in order, for an engine that computes in `dtype`.
 
-        Tensors that transformers keeps in float32, such as DeepSeek-V3's routing biases, stay so.
+        Tensors that transformers keeps in float32, such as DeepSeek-V3's routing biases, stay in float32.
         """
         tensors = self.tensors.items()
         return [(name, tensor.shape, torch.float32 if name in self._full else dtype) for name, tensor in tensors]

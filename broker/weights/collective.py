@@ -48,7 +48,7 @@ class CollectiveSender(_CollectiveEnd):
     """The learner's end: rank 0 and owner of the rendezvous store. Implements WeightSender; belongs to one thread."""
 
     def __init__(self, host: str = _LOOPBACK, *, device: str | torch.device, ports: Iterable[int] = (0,)) -> None:
-        """`host`: of this machine. `ports`: for the rendezvous, the first free one; 0 for any. Raises
+        """`host`: this machine's address. `ports`: for the rendezvous, the first free one; 0 for any. Raises
         WeightTransferError."""
         self._device = torch.device(device)
         self.device: DeviceName = device_name(self._device)
@@ -131,7 +131,7 @@ class CollectiveReceiver(_CollectiveEnd):
         self._group = group.open(store, own_host=own_host, timeout_s=seconds_left(deadline))
 
     def receive(self, update: Update, *, cancelled: Event) -> HostBuckets:
-        """`update.timeout_s` bounds each bucket. Errors but a wrong checksum close the group."""
+        """`update.timeout_s` bounds each bucket. An error closes the group, except a wrong checksum."""
         group = self._open_group()
         try:
             if self._staging is None or self._staging.sizes != update.bucket_bytes:

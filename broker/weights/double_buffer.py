@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 StartBroadcast = Callable[[int, Tensor], Callable[[], object]]
-"""Starts the broadcast of bucket `index` from or into a buffer, on the current stream. The returned function makes that
-stream wait for the broadcast and blocks until it ends."""
+"""Starts the broadcast of bucket `index` from or into a buffer, after the current stream's work. The returned function
+makes that stream wait for the broadcast and blocks until it ends."""
 
 
 class DoubleBuffer:
@@ -16,8 +16,8 @@ class DoubleBuffer:
 
     Versions are verified in host memory, to save GPU memory. The buffers grow to the largest bucket.
 
-    Invariant: the learner's default stream stays unused. A copy starts only after the previous broadcast from its
-    buffer, and a broadcast only after its copy.
+    Invariant: nothing is enqueued on the default stream, which the learner trains on. A copy starts only after the
+    previous broadcast from its buffer, and a broadcast only after its copy.
     """
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:

@@ -75,7 +75,7 @@ class Fetcher:
     def fetch(self, update: Update, *, cancelled: Event) -> HostBuckets:
         """Fetch and verify the version of an update with a source; valid until the next call.
 
-        Blocks at most `update.timeout_s`, or until soon after `cancelled`. Raises WeightTransferError.
+        Blocks at most `update.timeout_s`, or until soon after `cancelled` is set. Raises WeightTransferError.
         """
         source, manifest, before = update.source, Manifest.of(update), self._host_weights.num_bytes
         assert source is not None, "a version that is broadcast cannot be fetched"
@@ -102,7 +102,7 @@ class Fetcher:
         return HostBuckets(buckets.tensors, buckets.path)
 
     def release(self) -> None:
-        """Free the unused buckets. The next version is fetched whole."""
+        """Free the buckets, which must be unused. The next version is fetched whole."""
         self._host_weights.release()
 
     def close(self) -> None:

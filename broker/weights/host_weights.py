@@ -1,7 +1,7 @@
 """HostWeights: a version of the weights in host memory, updated by deltas or whole snapshots.
 
-A generator can lend a version while it arrives: each bucket once verified, the deltas once all buckets are. So wrong
-bytes are a lender's fault. Lending only keeps the deltas of two versions.
+A generator can lend a version while it arrives: each bucket once verified, the deltas once all buckets are. A lender
+sends only verified bytes, so wrong bytes are its fault. Lending only keeps the deltas of two versions.
 """
 
 import re
@@ -37,7 +37,7 @@ DeltaFiles = dict[tuple[int, str], bytes]
 class HostWeights:
     """Flat buckets, each verified or being overwritten. One thread updates them; others may use it as ServedFiles.
 
-    After a failure, another source continues.
+    After a failure, another source continues without reading verified buckets again.
     """
 
     def __init__(self) -> None:

@@ -9,8 +9,8 @@
 
 One process writes versions; others read and verify them, directly or through broker/weights/stream.py.
 
-Invariant: a version's folder is complete even if its writer was killed. The last written version is the newest: higher,
-rolled back ones are deleted.
+Invariant: a version's folder is complete even if its writer was killed. The last written version is the newest: higher
+ones, which a resumed learner has rolled back, are deleted.
 """
 
 import mmap

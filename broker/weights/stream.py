@@ -138,7 +138,7 @@ class StreamServer:
     def __init__(
         self, files: ServedFiles, *, keys: Keys, address: str = "tcp://127.0.0.1:*", cluster: ClusterConfig = LOCAL
     ) -> None:
-        """Listen at `address`, where `*` selects a free port, and as `listen`. Raises WeightTransferError."""
+        """Listen at `address`, where `*` selects a free port, as `listen` does. Raises WeightTransferError."""
         self._files = files
         self.num_bytes = 0
         try:

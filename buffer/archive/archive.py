@@ -1,6 +1,7 @@
 """Archive: reads a folder of shards, even during a run. ArchiveMirror: copies an archive to an object store.
 
-The mirror sends shards and ledger before the manifest. A run resumed on another machine starts from this copy.
+The mirror sends shards and ledger before the manifest that lists them. A run resumed on another machine starts from
+this copy.
 """
 
 import math
@@ -46,12 +47,12 @@ def write_images(folder: Path, images: Mapping[str, bytes]) -> None:
 
 
 def missing_images(folder: Path, names: Iterable[str]) -> list[str]:
-    """`names` that the archive lacks."""
+    """Those of `names` that the archive lacks."""
     return [name for name in names if not (folder / IMAGES / name).is_file()]
 
 
 def read_images(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Name -> bytes of the archive's images."""
+    """Name -> bytes of the named images that the archive has."""
     # A name comes from a trajectory and must not lead out of the folder.
     paths = {name: folder / IMAGES / Path(name).name for name in names}
     return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
@@ -97,7 +98,7 @@ class Archive:
         self.shards: list[ShardEntry] = []
         """Shards in the manifest when it was last read."""
         self.note = ""
-        """Sentence on a manifest incomplete after a crash or damage; else empty."""
+        """One sentence if the manifest is incomplete after a crash or damage; else empty."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -119,10 +120,10 @@ class Archive:
         on_refused: Callable[[ShardError], None] = _raise,
         is_newest_first: bool = False,
     ) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories as archived, or in reverse; members of a group are adjacent.
+        """Yield the selected trajectories in the order archived, or in reverse; members of a group are adjacent.
 
-        Conditions on text need `decode`. `on_refused` is called for each unreadable shard, which is skipped unless it
-        raises.
+        Without `decode`, a condition on text is ignored. `on_refused` is called for each unreadable shard, which is
+        skipped unless it raises.
         """
         selected = selected or TrajectoryFilter()
         where = selected.expression()

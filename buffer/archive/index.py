@@ -53,7 +53,8 @@ class ShardEntry(Record):
 
 def next_shard(shards: list[ShardEntry]) -> str:
     """File name of the next shard, numbered from 1."""
-    return f"shard-{1 + max((shard_number(shard.file) or 0 for shard in shards), default=0):08d}.parquet"
+    number = 1 + max((shard_number(shard.file) or 0 for shard in shards), default=0)
+    return f"shard-{number:08d}.parquet"
 
 
 def shard_number(name: str) -> int | None:
@@ -220,7 +221,10 @@ class LedgerReader:
 
 
 class LedgerWriter:
-    """The single writer of a ledger. Records size and checksum in the manifest, after a crash at the next start."""
+    """The single writer of a ledger. Records size and checksum in the manifest.
+
+    Lines are durable before the manifest records them; after a crash, the next start records the rest.
+    """
 
     def __init__(self, folder: Path, manifest: ManifestWriter) -> None:
         """Raises ArchiveError if the ledger is damaged, and OSError."""

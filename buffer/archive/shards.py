@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 TRAINABLE = ~pc.field("outcome").isin(["quarantined", "rejected", "evaluated"])
 """Rows of groups that may be trained on."""
 _BATCH_ROWS = 256
-"""Largest number of rows in memory."""
+"""Rows in memory at once."""
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from slipstream.buffer.trajectory import Trajectory, make_lease_id
 _FETCHED_AT_ONCE = 16
 """Groups (or ledger entries) per round trip."""
 _LONGEST_BLOCK_S = 1.0
-"""Another waiter may take the bell's only element."""
+"""Maximum wait, because another waiter may take the bell's only element."""
 _SHORTEST_BLOCK_S = 0.01
 """Redis truncates timeouts to milliseconds (6.2 even 0.001 to 0), and 0 blocks forever."""
 _CLAIM_TRIES = 8
@@ -135,9 +135,9 @@ class RedisBatches(RedisConnection):
             raise stale_claim(claim)
 
     def reject(self, claim: Claim, *, group_ids: list[str], reason: str) -> int:
-        """Remove groups from a claim, which may be refilled by another; return their number. Raises StaleFenceError.
+        """Remove groups from a claim; return their number. Raises StaleFenceError.
 
-        Groups trained on before are only released, not used again.
+        Groups trained on before are only released, not used again. Claim the step again to refill it.
         """
         num_rejected = self._run("reject", claim.step, claim.fence, reason, *group_ids)
         if num_rejected < 0:
@@ -164,7 +164,7 @@ class RedisBatches(RedisConnection):
         Reusable groups stay until the run is finishing. The ledger up to the pointer is final. Raises StaleFenceError
         if it covers uncommitted steps, or if `fence` is not RunState.fence.
         """
-        # One step per script, which blocks the server. After a crash, the next checkpoint retires the rest.
+        # One step per script, to block the server only briefly. After a crash, the next checkpoint retires the rest.
         step, newest = self._run("set_checkpoint", pointer.step, fence, encode(pointer))
         if pointer.step > step:
             raise StaleFenceError(
@@ -187,7 +187,8 @@ class RedisBatches(RedisConnection):
         Versions stay announced, since their trajectories may arrive. A live claim counts as an attempt, so a group that
         crashes learners ends in quarantine.
         """
-        return tuple(self._run("roll_back", to_step, to_version, self._max_attempts))
+        num_returned, fence = self._run("roll_back", to_step, to_version, self._max_attempts)
+        return num_returned, fence
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
         """Entries of committed steps that have not moved to the archive, in order; see `whole_ledger`."""

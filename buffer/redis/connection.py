@@ -238,7 +238,7 @@ def _check_server(client: redis.Redis) -> None:
 
 
 def _tls_failure(error: BaseException) -> str:
-    """Complete "the store must ..." for a TLS misconfiguration; empty for other failures, which are retried."""
+    """Complete "the store must ..." for a TLS misconfiguration; empty for others, as a handshake cut by a restart."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__

@@ -78,7 +78,7 @@ _REAP_TIMEOUT_S = 0.5
 _MAX_CUTS = 4
 """Starts with a cut log: a truncated command, its transaction, and a kill while cutting either."""
 IDLE_TIMEOUT_S = 300.0
-"""After which a server without connections exits; longer than any restart of a role."""
+"""Time without connections after which a server exits; longer than any restart of a role."""
 _IDLE_STOP = Path(__file__).with_name("idle_stop.py")
 
 
@@ -255,7 +255,8 @@ class EmbeddedRedis:
         """Drop an incomplete, unacknowledged operation from the end of the append-only log (left by a kill).
 
         A load with `aof-load-truncated` cuts after the last complete command, even inside a transaction, which later
-        writes would join until the next load drops it; hence the private socket.
+        writes would join. Only the next load drops the open transaction, so no client may write before: hence the
+        private socket.
         """
         process = self._popen({"aof-load-truncated": "yes", "unixsocket": str(self._private_socket)})
         try:

@@ -72,9 +72,10 @@ class RedisPrompts(RedisConnection):
         arguments += [first, last, 2**31 if max_evaluations is None else max_evaluations]
         flags = "".join("1" if is_explored else "0" for is_explored in upcoming.explored)
         leased = self._run("lease", *arguments, upcoming.first, flags, *upcoming.rows(num_rows=num_rows, seed=seed))
-        order: dict[str, Any] = {"num_rows": num_rows, "seed": seed}
         return [
-            make_lease(text(group), attempt=int(attempt), purpose=text(purpose), indices=missing, **order)
+            make_lease(
+                text(group), attempt=int(attempt), purpose=text(purpose), indices=missing, num_rows=num_rows, seed=seed
+            )
             for group, attempt, purpose, missing in leased
         ]
 

@@ -46,11 +46,11 @@ _STATE_FIELDS = (
     "layout", "learner_fence", "next_ordinal", "admitted", "target_lag",
 )  # fmt: skip
 _READ_AT_ONCE = 32
-"""Largest number of groups with payloads in memory."""
+"""Groups with payloads in memory at once."""
 _FORGOTTEN_AT_ONCE = 256
 """Ledger entries deleted per script, which blocks the server."""
 _MIN_SPREAD = 1e-6
-"""Difference of rewards above rounding errors."""
+"""Difference of rewards that counts as a signal, above rounding errors."""
 
 
 class GroupPlace(NamedTuple):
@@ -236,8 +236,10 @@ class RedisStore(RedisPrompts, RedisBatches):
             pipeline.hmget(self._key(f"group:{group_id}"), ["outcome", "reason", "steps"])
             pipeline.hgetall(self._key(f"payloads:{group_id}"))
         answers = self._call(pipeline.execute)
-        fields = (map(text, each) for each in answers[::2])
-        facts = [(outcome, reason, [*map(int, filter(None, steps.split(",")))]) for outcome, reason, steps in fields]
+        fields = [tuple(map(text, each)) for each in answers[::2]]
+        facts = [
+            (outcome, reason, [int(step) for step in steps.split(",") if step]) for outcome, reason, steps in fields
+        ]
         return facts, [[payloads[index] for index in sorted(payloads, key=int)] for payloads in answers[1::2]]
 
     # --- monitoring --------------------------------------------------------------------------------------------------
@@ -323,7 +325,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         return StoreMemory(int(info["used_memory"]), int(info.get("maxmemory", 0)))
 
     def full_disk(self) -> str:
-        """Full disk that makes the store refuse writes; else empty."""
+        """Description of the full disk that makes the store refuse writes; else empty."""
         # Set by a failed write, until the next success.
         status = self._call(self._client.info, "persistence").get("aof_last_write_status", "ok")
         return describe_store_disk(self._client) if status != "ok" else ""

@@ -1,6 +1,6 @@
 """RedisSupervisor: restarts the embedded server if it dies. Fsyncer: makes its log durable.
 
-The server does not fsync: with `appendfsync everysec`, it answers before it writes while an fsync runs,
+The server does not fsync: with `appendfsync everysec`, it would answer before it writes while an fsync runs,
 docs/decisions/0008-what-survives-a-killed-store.md.
 """
 

@@ -26,7 +26,7 @@ _PING_EVERY_S = 1.0
 _START_TIMEOUT_S = 600.0
 """Importing an environment, which may load a data set."""
 _SILENCE_TIMEOUT_S = 60.0
-"""Longest time without a sign of life. A call that holds the GIL can delay it."""
+"""Longest time without a sign of life. A thread gives one every second, unless a call holds the GIL."""
 _MOST_STARTS = 3
 """Consecutive starts without an answer before the generator gives up."""
 _LONGEST_LINE = 64 * 2**20
@@ -57,7 +57,7 @@ class EnvironmentLoop(AgentLoop):
         """Reason that answers wait for the process, or empty."""
 
     async def start(self) -> None:
-        """Start the process without waiting. Raises GeneratorError after `_MOST_STARTS` failures."""
+        """Start the process without waiting for it. Raises GeneratorError after `_MOST_STARTS` failures."""
         if self._serving is None or self._serving.done():
             if self._num_starts >= _MOST_STARTS:
                 raise GeneratorError(f"{self._setting} must name an environment that answers: {self._problem}")
@@ -77,10 +77,11 @@ class EnvironmentLoop(AgentLoop):
         assert self._ready is not None
         await asyncio.shield(self._ready)
         assert episode.door is not None
-        number, door = next(self._numbers), episode.door
+        number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         row = msgspec.to_builtins(episode.prompt)
         row["purpose"] = row.pop("lease")["purpose"]
+        door = episode.door
         model = {"base_url": door.base_url, "api_key": door.api_key, "model": door.model}
         try:
             self._send({"id": number, "row": row, "model": model})
@@ -113,7 +114,7 @@ class EnvironmentLoop(AgentLoop):
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LONGEST_LINE,
-                # To kill its tool servers, browsers, etc. too.
+                # A separate group, to kill its tool servers, browsers, etc. too.
                 process_group=0,
                 # Requests to the model server must bypass any proxy.
                 env=os.environ | {"NO_PROXY": "127.0.0.1,localhost", "PYTHONUNBUFFERED": "1"},

@@ -22,7 +22,7 @@ class Agent(Protocol):
     """Turns leased prompts into scored trajectories, on one asyncio loop."""
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
-        """Generate member `index` of the prompt's group. Raises GeneratorError."""
+        """Generate member `index` of the prompt's group. Raises GeneratorError. Canceling aborts it."""
 
     async def start(self) -> None:
         """Start servers and processes. Raises GeneratorError."""
@@ -46,13 +46,13 @@ class AgentLoop(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores samples, as RewardPool."""
+    """Scores samples. RewardPool implements it."""
 
     async def score(self, sample: RewardInput) -> Reward:
-        """Failures are a Reward with another status, never an exception."""
+        """Score one sample. Failures are a Reward with another status, never an exception."""
 
     def compares(self, data_source: str) -> bool:
-        """Whether `score_group` scores this source."""
+        """Whether `score_group` compares answers of this source."""
 
     async def score_group(self, samples: list[RewardInput]) -> list[Reward]:
         """Score and compare answers to one prompt. Keeps their order."""
@@ -77,11 +77,11 @@ class Transcript:
 
     def add_completion(self, completion: Completion) -> None:
         if completion.experts is not None:
-            # Keep the routing of earlier turns.
+            # Earlier turns keep the routing with which they were sampled.
             self._experts.append(completion.experts[self._num_routed :])
             self._num_routed = len(completion.experts)
         self._add_spans(completion.version_spans)
-        # Without an observation in between, it extends the previous turn.
+        # A completion without an observation before it extends the previous turn.
         self.num_turns += self._model_mask[-1:] != [True]
         self._extend(completion.token_ids, completion.logprobs, is_model=True)
 
@@ -111,7 +111,7 @@ class Transcript:
 
     @property
     def generator_logprobs(self) -> np.ndarray:
-        """float32[T], 0 for other tokens."""
+        """float32[T], 0 for tokens that the model did not write."""
         return np.array(self._logprobs, dtype=np.float32)
 
     @property
@@ -137,7 +137,7 @@ class Transcript:
 
 
 class Turn(Record):
-    """One model turn."""
+    """Text and tokens of a turn."""
 
     text: str
     """Without special tokens, but with the stop string."""
@@ -207,7 +207,7 @@ class Episode:
     extras: dict[str, Any] = field(default_factory=dict)
     """Plain values stored with the trajectory."""
     stop_reason: str = "stop"
-    """The last turn's, or the loop's."""
+    """Stop reason of the last turn, unless the loop sets another."""
 
     @property
     def transcript(self) -> Transcript:
@@ -223,7 +223,7 @@ class Episode:
         return min(self.sampling.max_tokens - written, self.max_length - len(token_ids))
 
     def reason_of_no_room(self, token_ids: list[int]) -> str:
-        """`length` if `max_tokens` is used up."""
+        """`length` if `max_tokens` is used up, else `context_overflow`."""
         return "length" if len(token_ids) < self.max_length else "context_overflow"
 
     async def generate(self, *, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> Turn:
@@ -280,7 +280,7 @@ class Episode:
         self.messages.append({"role": "user", "content": text})
 
     def observe_messages(self, messages: list[dict[str, Any]]) -> None:
-        """Append messages by the chat template. Raises PromptError."""
+        """Append chat messages, formatted by the chat template. Raises PromptError."""
         last = self.transcript.token_ids[-1] if self.turns else None
         variables = self.encoder.row_variables(self.prompt)
         self._append(self.encoder.encode_between_turns(messages, last_token_id=last, variables=variables))

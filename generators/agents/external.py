@@ -23,7 +23,7 @@ from slipstream.generators.rewards.reward import checked, failed_reward
 
 _LONGEST_WAIT_S = 60.0
 _LOOK_EVERY_S = 1.0
-"""A disconnected agent must not get an answer."""
+"""Interval of connection checks: a disconnected agent must not get an answer."""
 _REPORT_AFTER_S = 5.0
 """Shorter waits are normal between two answers."""
 _LOG_INTERVAL_S = 30.0
@@ -78,7 +78,7 @@ class AnswerQueue:
     async def lend(self, episode: Episode, *, silence_timeout_s: float) -> None:
         """Have an agent write the answer, until it finishes, returns it, or is silent for `silence_timeout_s`.
 
-        Without a turn, a lost or returned answer is offered again.
+        Offers the answer again if the agent is lost or returns it before the first model turn.
         """
         assert episode.door is not None
         access = episode.door

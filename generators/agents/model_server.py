@@ -105,7 +105,7 @@ class ChatRequest(msgspec.Struct):
 
 
 class SamplingParams(msgspec.Struct):
-    """The supported ones of vLLM."""
+    """The supported subset of vLLM's sampling parameters."""
 
     max_tokens: _Count | None = None
     stop: str | list[str] | None = None
@@ -113,7 +113,7 @@ class SamplingParams(msgspec.Struct):
 
 
 class GenerateRequest(msgspec.Struct):
-    """Request as to vLLM's `/inference/v1/generate`."""
+    """Request in the format of vLLM's `/inference/v1/generate`."""
 
     token_ids: list[int]
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
@@ -183,7 +183,7 @@ def stream_chunks(answer: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
 
 # --- server ----------------------------------------------------------------------------------------------------------
 class AgentAccess:
-    """Implements Access."""
+    """An answer's key and its responses. Implements Access."""
 
     def __init__(self, session: Session, *, base_url: str, model: str) -> None:
         self.session = session
@@ -215,7 +215,7 @@ class AgentAccess:
     async def answer(self, request: Request, body: bytes, work: Callable[[], Awaitable[Any]]) -> Any:
         """Do the work of a request, or return the earlier response to a request marked as a retry.
 
-        The mark is the SDK's retry count or an Idempotency-Key.
+        The mark is the SDK's retry count or an Idempotency-Key. An unmarked request gets a new sample.
         """
         mark = request.headers.get("idempotency-key", "")
         digest = hashlib.sha256(f"{request.url.path}\n{mark}\n".encode() + body).digest()
@@ -382,7 +382,7 @@ class ModelServer:
         try:
             return await access.answer(request, body, work)
         except NoRoomError as error:
-            # Clients know this code and wording.
+            # Clients recognize this code and wording, and shorten their context or stop.
             what = (
                 f"This model's maximum context length is {self._max_length} tokens, which your messages fill"
                 if str(error) == "context_overflow"

@@ -43,7 +43,7 @@ _CACHED = 256
 
 def request_seed(run_seed: int, *, group_id: str, attempt: int, index: int, turn: int = 0) -> int:
     """Derive the seed of one request: 63 bits, identical on every machine."""
-    # The attempt gives fresh samples. A sum of the parts would collide.
+    # The attempt gives a prompt that is leased again fresh samples. A sum of the parts would collide.
     key = f"{run_seed}/{group_id}/{attempt}/{index}" + (f"/{turn}" if turn else "")
     return xxhash.xxh3_64_intdigest(key.encode()) & (2**63 - 1)
 

@@ -141,14 +141,14 @@ class Session:
         return await self._write(context, observed, messages=messages, max_tokens=max_tokens, stop=stop)
 
     async def complete(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Written:
-        """Continue the context with which the tokens begin. Raises NoRoomError, PromptError, EngineError."""
+        """Continue the context of the first tokens, or a new one. Raises NoRoomError, PromptError, EngineError."""
         context = Context(Transcript([]), None, 0)
         for one in self._contexts:
             known = one.transcript.token_ids
             if not one.is_busy and len(known) > len(context.transcript.token_ids) and token_ids[: len(known)] == known:
                 context = one
         observed = token_ids[len(context.transcript.token_ids) :]
-        # An invalid id would crash the engine. The model's own may be larger.
+        # An invalid id would crash the engine. The model's own tokens may exceed the tokenizer's vocabulary.
         if stranger := next((each for each in observed if not 0 <= each < self._form.vocabulary_size), None):
             raise PromptError(f"token_ids must be below {self._form.vocabulary_size}, got {stranger}")
         return await self._write(context, observed, messages=[], max_tokens=max_tokens, stop=stop)
@@ -211,7 +211,7 @@ def text_of(message: Message) -> str:
 
 
 def compared(message: Message) -> tuple[Any, ...]:
-    """Fields that clients do not change, except for blanks."""
+    """Fields that identify a message: clients change others."""
     functions = [call.get("function", {}) for call in message.get("tool_calls") or []]
     calls = [(each.get("name"), _decoded(each.get("arguments"))) for each in functions]
     text = text_of(message)

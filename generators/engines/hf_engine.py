@@ -129,7 +129,7 @@ class HfRequest:
 class HfBatch:
     """Requests decoded together with a KV cache and left padding. Life cycle: step until `is_done`.
 
-    The weights may change between steps.
+    The weights may change between steps, without recomputing the KV cache.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class HfBatch:
         self._drop_finished()
 
     def _next_logits(self, model: Any) -> Tensor:
-        # As if unpadded.
+        # Positions count from each row's first token, as if unpadded.
         positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -self._input_ids.shape[1] :] + self._shift
         images: dict[str, Tensor] = {}
         if self._vision and not self._cache.get_seq_length() and any(request.images for request in self._requests):
@@ -277,6 +277,7 @@ class HfEngine:
     async def sample_probe(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
         self._check_started()
         requests = [HfRequest(prompt, sampling) for prompt in prompts]
+        # A separate batch, because the queue waits for the current one.
         batch = self._make_batch(requests)
         while not batch.is_done:
             batch.step(self._model, version=self.version, end_token_ids=self._end_token_ids)

@@ -15,7 +15,7 @@ from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.sandbox import Limits, LocalSandbox, RemoteSandbox, Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-# Code that exits early, e.g. with os._exit(0), has not printed the secret.
+# Code that exits early, e.g. with os._exit(0), has not printed the secret, because its namespace lacks it.
 _HARNESS = """
 import json, sys
 job = json.loads(sys.stdin.read())
@@ -32,7 +32,7 @@ else:
 
 
 class TestCase(NamedTuple):
-    """One test."""
+    """A program run, statements, or a function call."""
 
     stdin: str = ""
     stdout: str | None = None
@@ -66,7 +66,7 @@ class CodeTests:
         python: str = "python3",
     ) -> None:
         """`address`: service with SandboxFusion's API; empty = local sandbox. `limits`: fields of Limits. `parallel`:
-        tests per worker.
+        concurrent tests per worker.
         """
         if mode not in ("all", "share") or parallel < 1:
             raise ConfigError(f"mode of code must be all or share, and parallel >= 1, got {mode!r} and {parallel}.")

@@ -38,7 +38,7 @@ BUILT_IN = {
 }
 """Short name -> import path of built-in functions."""
 REACHING_OUT = {"code", "judge", "pairwise_judge", "reward_model"}
-"""Those that run code, contact an address, or load a checkpoint. A broker alone may not enable them."""
+"""Functions that run code, contact an address, or load a checkpoint. A broker alone may not enable them."""
 
 
 def full_path(function: str, *, setting: str = "generators.reward") -> str:

@@ -44,7 +44,7 @@ _BRADLEY_TERRY_ROUNDS = 200
 
 
 class ChatClient:
-    """Client with a rate limit."""
+    """Chat client with a rate limit."""
 
     def __init__(
         self,
@@ -141,6 +141,7 @@ class PairwiseJudge:
     ) -> None:
         """`opponents`: compare each answer with this many of the following ones; None = all. `template`: with {a}, {b},
         and optionally {prompt} and {ground_truth}. The last `Verdict: A`, `B`, or `tie` counts.
+        `client`: arguments of ChatClient.
         """
         if method not in ("win_rate", "bradley_terry") or "{a}" not in template or "{b}" not in template:
             raise ConfigError(

@@ -11,7 +11,7 @@ from slipstream.generators.rewards.reward import RewardInput, truth_text
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 _MAX_NUMBER = 100
-"""Length of a number. Comparing millions of digits would take minutes."""
+"""Maximum length of a number. Comparing millions of digits would take minutes."""
 _MINUS = "\u2212"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = rf"[-+]?(?:\\\$|\$)?\s?(?:{_DIGITS})(?:\s?/\s?(?:{_DIGITS}))?"
@@ -34,7 +34,7 @@ _DECORATION = re.compile(r"\\text\{[^{}]*\}|\\[,;!%$ ]|[$%]")
 def math_answer(sample: RewardInput, *, format_reward: float = 0.0) -> Reward:
     """Reward 1 for the right final number, plus `format_reward` for a recognized format, in the style of GSM8K.
 
-    Numbers are compared exactly: 1,200 = 1200.0 = $1200, 1/2 = 0.5, 5% = 5. A response without end token keeps its
+    Numbers are compared exactly: 1,200 = 1200.0 = $1200, 1/2 = 0.5, 5% = 5. A response without an end token keeps its
     reward but is not correct. Raises ValueError if the ground truth is not a single number.
     """
     truth = true_number(truth_text(sample, grader="math_answer"))
@@ -60,7 +60,7 @@ def final_number(text: str) -> tuple[Fraction | None, bool]:
     """Return the final number of a response, or None, and whether it was in a known format.
 
     Tries in order: `#### 42`, a boxed LaTeX answer, "the answer is 42", the last number. The last match of a kind
-    counts. Part of a formula or list does not.
+    counts. If it is part of a formula or list, the result is None.
     """
     text = _plain(text)
     if mark := _last(_HASHES, text):

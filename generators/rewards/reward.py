@@ -212,11 +212,12 @@ def _trl_reward(value: Any) -> Reward | None:
     return None if number is None else _as_reward(number)
 
 
-def _only(all_: Any) -> Any:
+def _only(values: Any) -> Any:
     try:
-        (value,) = all_
+        (value,) = values
     except (TypeError, ValueError):
-        raise TypeError(f"a batched reward function must return one value per answer, got {all_!r:.60} for 1") from None
+        must = "a batched reward function must return one value per answer"
+        raise TypeError(f"{must}, got {values!r:.60} for 1") from None
     return value
 
 

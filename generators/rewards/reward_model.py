@@ -97,7 +97,8 @@ class RewardModel:
     def scores(self, batch: list[list[int]]) -> list[float]:
         import torch
 
-        token_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(own) for own in batch], batch_first=True)
+        rows = [torch.tensor(own, dtype=torch.int64) for own in batch]
+        token_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         last = torch.tensor([len(own) - 1 for own in batch])
         with torch.inference_mode():
             # The class's forward pass would miss an end token that is also the padding token.

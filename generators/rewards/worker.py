@@ -275,7 +275,7 @@ def main(fd: int, mark_fd: int, pool: int) -> None:
     the scorer's exit code, or SIGNAL_EXIT + the number of the signal that killed it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Also those that left the process group.
+    # Orphaned descendants become children, even if they left the process group.
     adopt_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output, printed = os.pipe()
@@ -327,7 +327,7 @@ def _forward_output(source: int) -> None:
         room -= len(kept)
         if len(kept) < len(data) and not has_said_so:
             kept, has_said_so = kept + _LEFT_OUT.encode(), True
-        # A full disk drops the output.
+        # On a full disk, drop the output: a full pipe would block the reward function.
         with suppress(OSError):
             os.write(_STDOUT, kept)
 

@@ -81,7 +81,7 @@ def load_format(name: str, *, tokenizer: Any, setting: str) -> CallFormat:
 
 
 def _vllm_parser(name: str, *, tokenizer: Any, setting: str) -> Callable[[str], list[ToolCall]]:
-    # It takes seconds.
+    # Local import, because it takes seconds.
     from vllm.tool_parsers import ToolParserManager
 
     # The parsers read only these attributes.

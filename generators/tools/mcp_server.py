@@ -103,7 +103,7 @@ class McpServer:
     def _probe(self, connection: "_Connection") -> "asyncio.Task[None]":
         if connection.probe is None or connection.probe.done():
             connection.probe = asyncio.create_task(self._check(connection))
-            # No call may await the probe.
+            # Retrieve the exception even if no call awaits the probe.
             connection.probe.add_done_callback(lambda probe: probe.cancelled() or probe.exception())
         return connection.probe
 

@@ -54,7 +54,7 @@ def _analyzer(language: str) -> Any:
 
 
 def write_index(corpus: Path, folder: Path, *, language: str = "english") -> int:
-    """Index a file's passages and return their number. Raises ConfigError.
+    """Index a file's passages and return their number. Never leaves a partial index. Raises ConfigError.
 
     `language`: for stop words and stemming; empty = neither.
     """
@@ -181,7 +181,7 @@ def open_index(index: str) -> LocalIndex | RemoteIndex:
 
 
 class Search:
-    """The search tool."""
+    """Tool that searches an index."""
 
     def __init__(self, *, index: str, topk: int = 3) -> None:
         """`index`: folder or address. Raises ConfigError."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def known(column: Tensor | None) -> Tensor:
-    """A column that the settings guarantee."""
+    """Assert that a column is filled."""
     assert column is not None, "a column is filled before it is read"
     return column
 

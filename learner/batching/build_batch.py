@@ -160,7 +160,7 @@ def _check_experts(trajectory: Trajectory, routers: Routers) -> None:
 
 
 def _samples(member: _Member, first_index: int, images: PromptImages | None, *, has_experts: bool) -> Iterator[Sample]:
-    """One sample per context. `first_index`: of the first trained token."""
+    """One sample per context. `first_index`: column of the member's first trained token."""
     trajectory = member.trajectory
     experts = trajectory.arrays[EXPERTS] if has_experts else None
     bounds = trajectory.context_bounds()
@@ -208,7 +208,7 @@ def _lay_out(members: Sequence[_Member], *, update_of: np.ndarray, weights: Sequ
 
 
 def _greedy_rewards(members: Sequence[_Member]) -> Tensor:
-    """float64[B], or NaN. Raises BatchError if a group has two greedy answers."""
+    """float64[B], NaN for groups without a greedy answer. Raises BatchError if a group has two."""
     greedy: dict[int, Trajectory] = {}
     for answer, group in ((member.trajectory, member.group) for member in members if member.trajectory.is_greedy):
         if group in greedy:

@@ -56,9 +56,10 @@ def distribute(bundles: Sequence[Bundle], *, num_ranks: int) -> list[list[Bundle
 def pack(bundles: Sequence[Bundle], *, row_tokens: int, microbatch_tokens: int) -> list[list[Row]]:
     """Pack bundles into rows and rows into microbatches, first fit decreasing.
 
-    Limits, padding included: `row_tokens` and `microbatch_tokens`, unless one bundle or row is longer.
+    A row holds at most `row_tokens` and a microbatch at most `microbatch_tokens`, padding included, unless one bundle
+    or row is longer.
     """
-    # Rows are padded to the first, the longest.
+    # Rows of similar length share a microbatch, because all are padded to the first, the longest.
     microbatches: list[list[Row]] = []
     for row in sorted(_fill_rows(bundles, row_tokens=row_tokens), key=row_length, reverse=True):
         if not microbatches or (len(microbatches[-1]) + 1) * row_length(microbatches[-1][0]) > microbatch_tokens:

@@ -197,7 +197,7 @@ def _zero_state(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, A
 
 
 class Shard(NamedTuple):
-    """Elements of a flattened parameter, in a tensor that the optimizer updates.
+    """Consecutive elements of a flattened parameter, in a tensor that the optimizer updates.
 
     Example: Shard("model.norm.weight", begin=64, size=64, master=<float32[4096]>, offset=128)
     """

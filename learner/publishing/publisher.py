@@ -91,7 +91,7 @@ class Publisher:
         trusts_network: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`sender`: None for an untrusted network, without broadcasts. `snapshots`: None if all join them.
+        """`sender`: None without a trusted network, so without broadcasts. `snapshots`: None if all join them.
 
         `is_one_process`: a serial run or a replay, where the sender never blocks. Others: see MemberTable.
         """

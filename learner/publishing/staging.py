@@ -218,7 +218,7 @@ class Stager:
     def stage(
         self, *, version: int, weights: Iterable[tuple[str, torch.Tensor]], canary: Canary, reuse: Staged | None = None
     ) -> Staged:
-        """Copy all weights, into the buckets of any `reuse`."""
+        """Copy all weights as `version`, into the buckets of `reuse` if given."""
         update = Update(
             epoch=0,
             members=[],

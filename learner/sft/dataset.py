@@ -1,4 +1,4 @@
-"""Demonstrations: conversations as token ids, with a mask of the learned ones."""
+"""Demonstrations: conversations as token ids, with a mask of those to learn."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,7 +101,7 @@ class SftFile:
 
 
 def read_train(run: RunConfig) -> SftFile:
-    """Read the first `data.max_rows` of the training file. Raises ConfigError, also without a usable row."""
+    """Read the training file, or its first `data.max_rows`. Raises ConfigError, also without a usable row."""
     return _read(Path(run.sft.train_path), run=run, max_rows=run.data.max_rows)
 
 
@@ -215,7 +215,7 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
     if run.sft.objective == "pairs":
         # A common name may be a copy of the conversations' first message.
         return _find_pairs(schema, columns["prompt"], run=run)
-    # As in archives and exported trajectories.
+    # Columns of archives and exported trajectories.
     if {"token_ids", "model_mask"} <= set(schema.names):
         _check_type(schema, "token_ids", _is_list_of(pa.types.is_integer), "lists of integers")
         is_flags = _is_list_of(lambda kind: pa.types.is_boolean(kind) or pa.types.is_integer(kind))

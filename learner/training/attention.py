@@ -236,7 +236,7 @@ def native_attention(module: PreTrainedModel) -> Iterator[None]:
 def choose_attention(
     settings: PreTrainedConfig, model_class: Any, config: ModelConfig, *, on_gpu: bool, is_sliced: bool
 ) -> str | None:
-    """transformers' implementation. None: SDPA if supported, else eager. `is_sliced`: ranks share sequences."""
+    """Attention for transformers. None: SDPA if supported, else eager. `is_sliced`: ranks share sequences."""
     if (on_gpu or is_sliced or config.max_length >= LONG) and can_pack(settings, model_class):
         return PACKED
     # transformers' SDPA silently ignores the soft cap of attention scores.

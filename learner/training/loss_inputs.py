@@ -4,7 +4,6 @@ Computed without gradient, identically on every rank. `correct`, `ratio_inputs`,
 others a step's or update's batch.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -84,11 +83,8 @@ def ratio_inputs(tokens: Tokens, logprobs: Tensor, *, num_sequences: int) -> Rat
     return RatioInputs(drift, tokens.contexts, num_sequences)
 
 
-def shape_rewards(batch: Batch, *, config: AlgorithmConfig, price: float, max_tokens: int) -> Batch:
-    """Shape trajectory rewards and fill token rewards.
-
-    `price`: coefficient of a KL in the reward. `max_tokens`: maximum response length.
-    """
+def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: float, max_tokens: int) -> Batch:
+    """Shape trajectory rewards and fill token rewards. `max_tokens`: maximum response length."""
     rewards, shaping = batch.trajectories.rewards, config.reward
     if shaping.parts:
         parts = batch.parts(tuple(shaping.parts), setting="algorithm.reward.parts").nan_to_num()
@@ -98,7 +94,7 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, price: float, max_to
         buffer *= max_tokens if buffer < 1 else 1
         rewards = rewards + advantages.overlong_penalty(lengths, max_length=max_tokens, buffer=buffer)
     rewards = _normalized(rewards, batch, shaping)
-    price = price if config.kl.apply_to == "reward" else 0.0
+    price = kl_coefficient if config.kl.apply_to == "reward" else 0.0
     divergence = torch.zeros_like(batch.tokens.generator_logprobs)
     if price:
         inputs = KlInputs(known(batch.tokens.start_logprobs), known(batch.tokens.reference_logprobs))
@@ -147,20 +143,31 @@ def fill_advantages(
 
 
 def _advantage_inputs(members: Batch, *, state: dict[str, float]) -> AdvantageInputs:
-    """Fields have the column of their name unless set here."""
     trajectories, tokens = members.trajectories, members.tokens
-    names = [field.name for field in dataclasses.fields(AdvantageInputs)]
-    columns = {name: getattr(table, name) for table in (tokens, trajectories) for name in names if hasattr(table, name)}
-    columns |= {
+    return AdvantageInputs(
+        rewards=trajectories.rewards,
         # A group without valid rewards leaves a gap.
-        "groups": torch.unique(trajectories.groups, return_inverse=True)[1],
-        "parts": dict(zip(members.part_names, trajectories.parts.unbind(1), strict=True)),
-        "sources": [members.source_names[number] for number in trajectories.sources.tolist()],
-        "token_rewards": known(tokens.rewards),
-        "learner_logprobs": tokens.start_logprobs,
-        "state": state,
-    }
-    return AdvantageInputs(**columns)
+        groups=torch.unique(trajectories.groups, return_inverse=True)[1],
+        lengths=trajectories.lengths,
+        num_trained=trajectories.num_trained,
+        is_correct=trajectories.is_correct,
+        greedy_rewards=trajectories.greedy_rewards,
+        parts=dict(zip(members.part_names, trajectories.parts.unbind(1), strict=True)),
+        sources=[members.source_names[number] for number in trajectories.sources.tolist()],
+        sequences=tokens.sequences,
+        turns=tokens.turns,
+        positions=tokens.positions,
+        positions_in_turn=tokens.positions_in_turn,
+        token_rewards=known(tokens.rewards),
+        generator_logprobs=tokens.generator_logprobs,
+        observations=tokens.observations,
+        learner_logprobs=tokens.start_logprobs,
+        collisions=tokens.collisions,
+        values=tokens.values,
+        process_rewards=tokens.process_rewards,
+        correction_weights=tokens.correction_weights,
+        state=state,
+    )
 
 
 def _spread(values: Tensor, is_filled: Tensor) -> Tensor:

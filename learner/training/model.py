@@ -422,7 +422,7 @@ def _load_pretrained(kind: Any, config: ModelConfig, *, on_gpu: bool, setting: s
 
 
 def _disable_dropout(settings: PreTrainedConfig) -> None:
-    """Layers that recompute activations are in training mode."""
+    """Disable dropout: layers that recompute activations are in training mode."""
     for part in (settings, settings.get_text_config()):
         for name, value in vars(part).items():
             # For example `resid_pdrop` (GPT-2) and `layerdrop` (OPT).

@@ -97,7 +97,9 @@ class Objective:
         config = self._config
         # The correction comes first: rejected trajectories may leave baselines.
         batch = loss_inputs.correct_batch(batch, config=config)
-        batch = loss_inputs.shape_rewards(batch, config=config, price=self.kl_coefficient, max_tokens=self._max_tokens)
+        batch = loss_inputs.shape_rewards(
+            batch, config=config, kl_coefficient=self.kl_coefficient, max_tokens=self._max_tokens
+        )
         batch = loss_inputs.fill_advantages(batch, self._advantage, config=config.advantage, state=self.state.advantage)
         if config.distillation:
             batch = loss_inputs.add_teacher_advantages(batch, config=config.distillation)

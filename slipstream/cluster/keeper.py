@@ -3,7 +3,7 @@
 Consumes: on stdin `t` (SIGTERM to the role), `k` (SIGKILL to all), or EOF (the starter is gone).
 Produces: on descriptor STATUS the lines `started PID` and, once no descendant is left, `ended CODE`; a line in the
 role's log for every action.
-Invariant: the role's descendants, even in other sessions, are the keeper's.
+Invariant: every descendant of the role is a descendant of the keeper, even in another session.
 
 Imports only the standard library and runs by path, to start in milliseconds.
 
@@ -174,7 +174,7 @@ def _descendants(root: int) -> dict[int, str]:
 
 
 def _call_prctl(option: int, value: int) -> None:
-    # The settings survive exec, but not fork.
+    # The standard library has no prctl. The settings survive exec, but not fork.
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value)
 

@@ -24,7 +24,7 @@ ANY_INTERFACE = "0.0.0.0/0"
 """For pods, which have only one address besides loopback."""
 SECRET_KEY = "token"
 _MAX_NAME = 40
-"""Suffixes are added, and labels have at most 63 characters."""
+"""JobSet and KubeRay append suffixes, and labels have at most 63 characters."""
 _BASE_GIB, _GPU_GIB = 16, 64
 """Memory of a machine, and what each GPU adds."""
 _BROKER_GIB, _SUBMITTER_GIB = 4, 1
@@ -87,11 +87,11 @@ def manifests(recipe: Recipe, kind: Kind, options: Options, *, patches: Sequence
         documents.append(_fill("metrics", name=f"{name}-metrics", run=name, port=port))
     own = {str(each["kind"]): each for each in documents}
     for patch in patches:
-        kind_of, must = patch.get("kind"), f"have the kind {' | '.join([*own, 'Pod'])}"
-        is_fit, why = kind_of in (*own, "Pod"), "it is merged into that one"
-        require(is_fit, "a document of --patch", must, got=kind_of, why=why)
-        if kind_of in own:
-            own[kind_of].update(merged(own[kind_of], patch))
+        target, kinds = patch.get("kind"), [*own, "Pod"]
+        must, why = f"have the kind {' | '.join(kinds)}", "it is merged into that one"
+        require(target in kinds, "a document of --patch", must, got=target, why=why)
+        if target in own:
+            own[target].update(merged(own[target], patch))
     for each in documents if options.namespace else ():
         each["metadata"]["namespace"] = options.namespace
     return documents

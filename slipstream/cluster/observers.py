@@ -40,7 +40,7 @@ def check_observers(run: RunConfig) -> None:
 
 
 def check_loggers(run: RunConfig) -> None:
-    """Check installed loggers; import the user's. Raises ConfigError."""
+    """Check that loggers are installed; import user loggers. Raises ConfigError."""
     for name in run.logging.arguments:
         if ":" in name:
             _check_own(name, run.logging.arguments[name])
@@ -67,7 +67,7 @@ def role_of(logger: str) -> str:
 
 
 class Observers:
-    """Observer processes. Life: start -> poll* -> stop; the last two return messages for the user."""
+    """Runs the observer processes. Life: start -> poll* -> stop; `poll` and `stop` return messages for the user."""
 
     def __init__(self, run: RunConfig, *, logs: Path) -> None:
         where = (f"name={run.name}", f"runs_dir={run.runs_dir}")
@@ -94,7 +94,7 @@ class Observers:
         return sentences
 
     def stop(self) -> list[str]:
-        """Let them finish the last rows, within their timeouts."""
+        """Let the processes finish the last rows; kill them after their timeouts."""
         began_at = time.monotonic()
         for process in self._processes:
             process.terminate()

@@ -54,17 +54,17 @@ GcsClient(address=sys.argv[1]).internal_kv_keys(b"", b"slipstream", timeout=10)
 class Host:
     """Actor on a seat's machine: holds the role's keeper and forwards its log.
 
-    It ends, with the role, when Ray does or the launcher is silent for `UNWATCHED_S`.
+    It ends, with the role, when Ray's local process ends or the launcher is silent for `UNWATCHED_S`.
     """
 
     def __init__(self, name: str, directory: str) -> None:
-        """`directory`: the launcher's, used if it exists here."""
+        """`directory`: the launcher's working directory, used if it exists here."""
         if Path(directory).is_dir():
             os.chdir(directory)
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-seat-"))
         self._log = self._folder / f"{name}.log"
         self._log.touch()
-        # They contain Ray's token, which the role must not get.
+        # Ray's variables contain its token, which the role must not get.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         self._seat = LocalSeat(self._log, is_detached=True, environment=environment)
         self._num_dropped = 0
@@ -128,7 +128,7 @@ class RayCluster:
 
     def request(self, name: str, bundles: list[dict[str, float]], *, labels: list[dict[str, str]]) -> Any:
         if self._kept:
-            # Ray replaces the bundle of a lost machine.
+            # Ray replaces a lost machine's bundle, and the group becomes ready again.
             return self._kept, self._kept.ready()
         name, selector = f"slipstream/{self._run}/{name}", labels if any(labels) else None
         group = placement_group(bundles, strategy="STRICT_SPREAD", name=name, bundle_label_selector=selector)
@@ -227,7 +227,7 @@ class RayPlaces:
 # --- the connection --------------------------------------------------------------------------------------------------
 @contextmanager
 def join_cluster(run: RunConfig, *, log: Path) -> Iterator[RayPlaces]:
-    """Connect to the Ray cluster and reserve a run's core. `log`: for Ray's messages. Raises ConfigError."""
+    """Connect to the Ray cluster and reserve a run's core. `log`: file for Ray's messages. Raises ConfigError."""
     _check_version(ray.__version__)
     address = os.environ.get("RAY_ADDRESS", "")
     must, why = "be HOST:PORT of the Ray head", "a Ray Client driver is not on a machine of the cluster"

@@ -38,7 +38,7 @@ def read_recipe(overrides: list[str], *, kind: str, interface: str = "") -> Reci
     settings = [text for text in settings if _key(text) != "name"] + [f"name={run.name}"]
     if not any(_key(text) == "resume" for text in settings):
         settings.append("resume=auto")
-    # The manifest reserves the same resources as Ray.
+    # With kind=ray, because the manifest reserves the same resources as Ray.
     run = load([*settings, "cluster.kind=ray"])
     own = [*own_settings(settings), f"name={run.name}"]
     return Recipe(run, [*settings, "cluster.kind=ray"] if kind == "ray" else settings, own)

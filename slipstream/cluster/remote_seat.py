@@ -11,9 +11,10 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.command_line import BAD_INPUT
 
 UNWATCHED_S = 60.0
-"""Silence after which a seat ends its role, or the launcher gives it up; longer than outages that roles survive."""
+"""Silence after which a seat ends its role, or the launcher gives up the seat; longer than outages that roles
+survive."""
 _EXPLAIN_AFTER_S = 20.0
-"""Wait after which the message lists free resources."""
+"""Wait for a place after which the message lists free resources."""
 _KILL_TIMEOUT_S = 8.0
 _CLOSE_TIMEOUT_S = 2.0
 _POLL_EVERY_S = 0.1
@@ -29,7 +30,7 @@ class SeatAwayError(Exception):
 
 
 class Cluster(Protocol):
-    """Nonblocking calls of seats; groups, hosts, and calls are opaque handles."""
+    """Nonblocking calls that seats need; groups, hosts, and calls are opaque handles."""
 
     def request(self, name: str, bundles: list[dict[str, float]], *, labels: list[dict[str, str]]) -> Any:
         """Request bundles, each on a separate machine with its labels."""
@@ -63,7 +64,7 @@ class Cluster(Protocol):
 class RemoteSeat:
     """A one-bundle group runs a host, which keeps the role.
 
-    Life: (start -> wait -> run -> end | loss)* -> stop. Keeps the place, with the role's model, until the last two.
+    Life: (start -> wait -> run -> end | loss)* -> stop. Keeps the place, with the role's model, until `stop` or a loss.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class RemoteSeat:
         remedy: str = "change cluster.generator, ask for fewer generators, or add machines",
         clock: Clock = time.monotonic,
     ) -> None:
-        """`timeout_s`: longest wait for a place; `remedy`: advice after it."""
+        """`timeout_s`: limit of the wait for a place; `remedy`: advice if it passes."""
         self._name = name
         self._log = log
         self._cluster = cluster
@@ -117,7 +118,7 @@ class RemoteSeat:
             try:
                 self._advance()
             except SeatAwayError as away:
-                # The role may survive, until the cluster raises SeatLostError.
+                # The role may survive. The cluster raises SeatLostError once it gives up on the machine.
                 if self.pid is not None:
                     self._ask("look", self._num_bytes)
                 else:

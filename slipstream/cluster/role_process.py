@@ -119,7 +119,7 @@ class RoleProcess:
             return [f"{self.name}: {self.place}"] * (self._announced != before)
         if time.monotonic() - self._started_at > _HEALTHY_AFTER_S:
             self._num_deaths_in_a_row = 0
-        # Other exit codes define their own restarts, and signals come from outside.
+        # Only these two are start errors: other exit codes define their own restarts, and signals come from outside.
         # Mask numbers, such as a pid, to compare errors.
         is_of_the_start = code == TRY_ONCE or (code == _UNCAUGHT and not self._has_worked)
         error = re.sub(r"\d+", "0", self._find_error()) if is_of_the_start else ""
@@ -130,7 +130,7 @@ class RoleProcess:
             tail = f"The end of {self._log}:\n{self.log_tail()}"
             raise RoleDiedError(f"{self.name} ended with {describe_exit(code)}. {tail}")
         lines = [line for line in self.log_tail().splitlines() if not line.startswith(LOG_PREFIX)]
-        # A library may print the last line when it aborts at exit.
+        # Search for the error: a library may print the last line when it aborts at exit.
         words = self._find_error() or f"last line of its log: {lines[-1].strip() if lines else ''}"
         return self._restart_later(f"died ({describe_exit(code)}); {words}")
 

@@ -202,10 +202,10 @@ class LocalSeat:
 def run_kept(
     arguments: Sequence[str], *, timeout_s: float = inf, grace_s: float = GRACE_S, errors: int | None = None
 ) -> int | None:
-    """Run `python -m ARGUMENTS`, which ends with this process; for its output see LocalSeat.
+    """Run `python -m ARGUMENTS`, which ends with this process; its output is that of a LocalSeat without a log.
 
-    Return its exit code, or minus its signal; None after `timeout_s`. It gets SIGTERM and `grace_s` to end. Raises
-    OSError.
+    Return its exit code, or minus its signal; None after `timeout_s`. On a timeout or an interrupt, it gets SIGTERM and
+    `grace_s` to end. Raises OSError.
     """
     seat, ends_at = LocalSeat(None, errors=errors), time.monotonic() + timeout_s
     seat.start(arguments, variables={})

@@ -17,7 +17,7 @@ def sbatch_script(
     core_options: Sequence[str] = (),
     generator_options: Sequence[str] = (),
 ) -> str:
-    """`options`: of sbatch for both job parts, the others for one."""
+    """Return the script; `options`: sbatch options for both job parts, the others for one."""
     run = recipe.run
     core, generator, count = run.cluster.learner, run.cluster.generator, run.generators.count
     # Roles use the first ports. Jobs may share a node, so rendezvous ports vary.
@@ -35,7 +35,7 @@ def sbatch_script(
     # Slurm selects nodes by features, which have no values.
     tasks += [f"--constraint={'&'.join(generator.labels.values())}"] if generator.labels else []
     job = [f"--job-name={run.name}", f"--output={run.name}-%j.log", "--open-mode=append", "--requeue"]
-    # The job is requeued this long before its limit.
+    # The roles end and the job is requeued this long before its limit.
     job += [f"--signal=B:USR1@{STOP_TIMEOUT_S}"]
     variables = {
         "python": shlex.quote(python),

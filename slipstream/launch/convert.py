@@ -36,7 +36,7 @@ _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None, max_shard_size: str) -> str:
     """Write the model in `source` to the new folder `target`; return a summary. Raises ConfigError.
 
-    `base`: of an adapter, or config and tokenizer for shards. `dtype`: None = that of most weights.
+    `base`: base model of an adapter, or config and tokenizer for shards. `dtype`: None = the dtype of most weights.
     """
     require(not target.exists(), "TARGET", "be a folder to be made", got=str(target), why="nothing is overwritten")
     must = f"be one of {', '.join(COMPUTE_DTYPES)}"

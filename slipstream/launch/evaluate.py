@@ -42,7 +42,7 @@ class Evaluation(Record):
     """
 
     model: str
-    """Model, or the file of existing responses, whose `set` is `responses`."""
+    """Model, or the file of existing responses, with the set `responses`."""
     set: str
     path: str
     temperature: float | None
@@ -76,7 +76,7 @@ def evaluate(
 ) -> list[Evaluation]:
     """Evaluate models on the prompts of the final evaluation or, with `is_whole`, all held-out ones.
 
-    `out`: folder of answers, one per model. Raises ConfigError, GeneratorError, RunConflictError,
+    `out`: folder for answers; several models get one folder each. Raises ConfigError, GeneratorError, RunConflictError,
     ArchiveError.
     """
     found: list[Evaluation] = []

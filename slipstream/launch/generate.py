@@ -40,7 +40,7 @@ from slipstream.runtime.model_files import check_model_path
 _SETTINGS = "settings.json"
 _SHARD_ANSWERS = 4096
 _FLUSH_S = 10.0
-"""Interval between writes of complete groups."""
+"""Longest interval between writes of complete groups."""
 
 
 class Job(NamedTuple):
@@ -69,11 +69,11 @@ class AnswerFolder:
         if folder.exists() and any(folder.iterdir()) and not path.is_file():
             raise ConfigError(f"--out must be a new folder, or one that this command made, got {folder}: name another.")
         self.stored = [each.trajectory for each in Archive(folder).read()] if is_archive(folder) else []
-        # They may change until the first answer.
+        # Settings may change until the first answer is stored.
         if self.stored:
             check_same_run(str(folder), stored=(path.read_text(), 0, 0), opened=(opened, 0, 0))
         folder.mkdir(parents=True, exist_ok=True)
-        # For the tokenizer of `slipstream data` and `view`.
+        # `slipstream data` and `view` find the tokenizer by these settings.
         write_durably(folder / "config.yaml", msgspec.yaml.encode(run))
         write_durably(path, opened.encode())
         self._writer = ShardWriter(folder)
@@ -95,14 +95,15 @@ class AnswerFolder:
             self._flush()
 
     def close(self) -> None:
-        """Drops incomplete groups."""
+        """Write complete groups; drop the others."""
         self._flush()
         self._writer.close()
 
     def _flush(self) -> None:
         if self._complete:
             self._writer.write(self._complete)
-        self._complete, self._written_at = [], time.monotonic()
+        self._complete = []
+        self._written_at = time.monotonic()
 
 
 class Unscored:
@@ -160,7 +161,7 @@ async def _answer(
     async def work() -> None:
         for job in waiting:
             trajectory = await agent.answer(job.prompt, job.member)
-            # Engines report -1 until they receive weights. The folder's are version 0.
+            # Engines report version -1 until they receive weights. The folder's weights are version 0.
             spans = [VersionSpan(span.first_token, max(0, span.version)) for span in trajectory.version_spans]
             on_answer(job, msgspec.structs.replace(trajectory, version_spans=spans))
 
@@ -209,7 +210,7 @@ def _engine_output() -> Iterator[None]:
 def generate(
     run: RunConfig, out: Path, *, samples: int, num_prompts: int | None, is_scored: bool
 ) -> tuple[list[Trajectory], int]:
-    """Answer training prompts `samples` times; return (existing answers, number of new ones).
+    """Answer training prompts `samples` times each; return (answers stored before, number of new answers).
 
     `num_prompts`: only the first N. Raises ConfigError, RunConflictError, ArchiveError, GeneratorError.
     """

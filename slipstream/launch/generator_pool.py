@@ -42,7 +42,7 @@ def gpu_gib(name: str) -> float:
 
 
 def ask_gpus(field: str, *options: str) -> list[str]:
-    """One line per GPU, none without a driver."""
+    """Query nvidia-smi: one line per GPU, none without a driver."""
     return run_smi(f"--query-gpu={field}", "--format=csv,noheader,nounits", *options).splitlines()
 
 
@@ -179,7 +179,7 @@ class GeneratorPool:
         return [Event(name, f"{name} {fate}")]
 
     def _start_missing(self) -> list[Event]:
-        # A leaving generator keeps its name and its GPUs.
+        # A leaving generator keeps its name, because it still holds the GPUs of that name.
         names = [f"generator-{number}" for number in range(self.target)]
         free = [name for name in names if name not in self.names]
         started = free[: max(0, self.target - len(self._active))]

@@ -65,7 +65,7 @@ _SAMPLED_GROUPS = 8
 _REMIND_EVERY_S = 20.0
 """Interval between messages about a broker that still reads files."""
 _MAX_PROBLEMS = 32
-"""Largest number of kinds to print, because untrusted generators could report any number."""
+"""Largest number of kinds of problems to print, because untrusted generators could report any number."""
 _STOP_TIMEOUT_S = 6.0
 """Time for all roles to end before they are killed."""
 _ARCHIVE_TIMEOUT_S = 5.0
@@ -128,7 +128,7 @@ class Launcher:
     def _share_gpu(self) -> None:
         """Set the KV cache size if all roles share one GPU. Raises ConfigError if they do not fit.
 
-        vLLM cannot measure it, because the learner starts at the same time.
+        vLLM cannot measure the free memory, because the learner starts at the same time.
         """
         engine, gpus = self._run.generators.engine, self._gpus.get("learner", [])
         is_shared = len(self._visible_gpus) == 1 == len(gpus)
@@ -168,7 +168,7 @@ class Launcher:
         must = f"be <= {self._most_generators} on the one GPU of this machine"
         why = "its memory is divided at the start; start the run with that generators.count"
         require(is_fit, "generators", must, got=count, why=why)
-        # Not fewer, so that running generators keep their GPUs.
+        # At least as many as at the start, so that running generators keep their GPUs.
         generators = msgspec.structs.replace(self._run.generators, count=max(count, self._run.generators.count))
         self._gpus |= place(msgspec.structs.replace(self._run, generators=generators), gpus=self._visible_gpus)
 
@@ -187,7 +187,7 @@ class Launcher:
         make_token(self._run)
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         try:
-            # So the store outlives roles, observers get the last rows, and the view shows the end.
+            # In this order, the store outlives roles, observers get the last rows, and the view shows the end.
             logs = self._folder.logs
             with (
                 self._store() as store,
@@ -232,7 +232,7 @@ class Launcher:
     @contextmanager
     def _processes(self, prepare: Callable[[], None] | None) -> Iterator[None]:
         try:
-            # First, because their libraries load slowest. Elsewhere they need the broker's address.
+            # Generators first: their libraries load slowest. On other machines they need the broker's address.
             if not self._places:
                 self._start_pool()
             if prepare:
@@ -254,7 +254,7 @@ class Launcher:
                 raise
 
     def _end_roles(self, *, ends_at: float) -> None:
-        # Brokers last: the others sign off with them.
+        # Brokers end last, because the other roles sign off with them.
         for role in reversed(self._roles[len(self._brokers) :]):
             role.terminate()
         while self._opened_store and self._learner.is_running and time.monotonic() < ends_at:
@@ -353,11 +353,11 @@ class Launcher:
             again = f"; the learner repeats {steps_shown(covered + 1, state.step)}" if covered < state.step else ""
             kept = f"; {self._folder.metrics} has {steps_shown(1, covered)}" if covered else ""
             self._view.print_line(f"resuming after step {covered}, the newest checkpoint{again}{kept}")
-        # A rollback lowers the step; only a rising one shows work.
+        # A rollback lowers the step, so only a rising step shows that the learner works.
         if self._step is not None and snapshot.state.step > self._step:
             self._learner.record_work()
         self._step = snapshot.state.step
-        # A broker that serves, a generator with verified weights.
+        # A broker is ready once it serves, a generator once its weights are verified.
         ready = {gauges.get("pid") for gauges in snapshot.roles.values() if gauges.get("state") == "ready"}
         for role in (*self._brokers, *self._pool.roles):
             if role.pid in ready:
@@ -383,7 +383,7 @@ class Launcher:
         try:
             snapshot = monitor.poll()
             if self._step is None and self._run.resume:
-                # They were shown before the resume.
+                # A resumed run's terminal has shown these rows before.
                 snapshot = msgspec.structs.replace(snapshot, new_rows=[])
             self._living_generators = snapshot.living_generators
             self._record_work(snapshot)
@@ -395,7 +395,7 @@ class Launcher:
             self._outage.end()
         except StoreUnavailableError as error:
             self._outage.record(error)
-            # One that only refuses writes waits for disk space without limit.
+            # A store that only refuses writes waits for disk space without limit.
             is_away = not isinstance(error, StoreCannotWriteError)
             if is_away and self._outage.seconds > self._run.broker.store_timeout_s:
                 raise

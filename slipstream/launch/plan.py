@@ -1,6 +1,6 @@
-"""Plan: estimate a run's memory from its settings and config.json, without fragmentation, tools, and rewards.
+"""Plan: estimate a run's memory from its settings and config.json.
 
-Activations are traced on meta tensors.
+Activations are traced on meta tensors. Fragmentation, tools, and rewards are excluded.
 """
 
 from collections import Counter
@@ -41,9 +41,9 @@ _FLOAT = 4
 _BLOCK, _MIN_8_BIT = 256, 4096
 """bitsandbytes: elements of a block, and of the smallest tensor with moments in 8 bits."""
 _MAX_LIVE_ELEMENTS = 10**9
-"""Kept gathered by ZeRO-3: DeepSpeed's default."""
+"""Parameters that ZeRO-3 keeps gathered: DeepSpeed's default."""
 _SUB_GROUP_ELEMENTS = 10**9
-"""Updated at once by ZeRO-3: DeepSpeed's default."""
+"""Parameters that ZeRO-3 updates at once: DeepSpeed's default."""
 _LIBRARIES_GIB = {"learner": 0.6, "generator": 0.5, "engine": 1.0, "broker": 0.15}
 """Host memory after imports."""
 _CONTEXT_GIB = 0.8
@@ -208,7 +208,7 @@ def _estimate_update(run: RunConfig, policy: PreTrainedModel, needs: Sequence[Ne
 
 
 def _has_second_copy(engine: VllmEngineConfig, model: PreTrainedModel, *, on_gpu: bool) -> bool:
-    """As `ModelVersions` decides: the engine loads a version while it generates."""
+    """Whether the engine loads a version while it generates, as `ModelVersions` decides."""
     text = model.config.get_text_config()
     has_parts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "kv_lora_rank"))
     return not (on_gpu or engine.enforce_eager is False or has_parts)
@@ -426,7 +426,7 @@ def _is_shared(needs: Sequence[Need], where: str) -> bool:
 
 
 def _sequence_gib(run: RunConfig, model: PreTrainedModel) -> float:
-    """KV cache of the longest sequence, per device."""
+    """KV cache of the longest sequence, GiB per device."""
     engine = run.generators.engine
     assert isinstance(engine, VllmEngineConfig)
     width = 1 if "fp8" in engine.kv_cache_dtype else getattr(torch, run.model.dtype).itemsize
@@ -458,7 +458,7 @@ def _num_elements(model: nn.Module) -> int:
 
 
 def _published_gib(run: RunConfig, model: PreTrainedModel) -> float:
-    """The adapter if one is trained, else the model."""
+    """Size of the adapter if one is trained, else of the model."""
     elements = _num_elements(model)
     if run.model.lora:
         elements = sum(parameter.numel() for _, parameter in adapter_parameters(model))

@@ -75,7 +75,7 @@ def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
 def _check_rewards(run: RunConfig) -> None:
     # `make_inputs` checks those that read a file still to be made.
     made = [step.creates for step in missing_steps(run)]
-    # In a worker, an import error would appear a minute later.
+    # In a generator's worker, an import error would appear a minute later.
     for reward in filter(None, (run.generators.reward, run.replay.reward)):
         if not any(path in json.encode(reward).decode() for path in made):
             RewardFunctions(reward)
@@ -157,7 +157,7 @@ def _check_unseen(run: RunConfig) -> None:
 
 
 _LEARNING_RATES = (1e-8, 1e-2)
-"""Others are almost certainly a mistake."""
+"""Bounds; rates outside are almost certainly a mistake."""
 
 
 def describe_doubts(run: RunConfig, *, num_rows: int | None = None) -> Iterator[str]:
@@ -191,16 +191,16 @@ def check_prompts(run: RunConfig, *datasets: Dataset) -> None:
             where = f"row {row.uid} of {dataset.paths}"
             if row.agent_name not in agents:
                 raise ConfigError(f"{run.generators.describe_missing(row.agent_name, row=where)}.")
-            is_fit, must = not is_known or template or isinstance(row.prompt, str), f"have a chat template for {where}"
-            got = f"none in {run.model.path}, for a list of chat messages"
+            is_fit = not is_known or bool(template) or isinstance(row.prompt, str)
+            must, got = f"have a chat template for {where}", f"none in {run.model.path}, for a list of chat messages"
             why = "set model.chat_template to a file, use an instruction-tuned checkpoint, or write prompts as text"
-            require(bool(is_fit), "the tokenizer", must, got=got, why=why)
+            require(is_fit, "the tokenizer", must, got=got, why=why)
 
 
 def try_rewards(run: RunConfig, dataset: Dataset) -> None:
     """Score a made-up answer and the truth of one row per data source. Raises ConfigError if a call fails.
 
-    Not for functions that contact an address or load a model, or agents that may score.
+    Tries nothing if a function contacts an address or loads a model, or if an agent may score.
     """
     config = run.generators.reward
     if not isinstance(run.generators.agent, SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig):
@@ -253,7 +253,7 @@ def prepare(run: RunConfig) -> int:
     if not (steps := missing_steps(run)):
         return 0
     limit_s = preparation_limit_s(run)
-    # Imports torch once, and not in the launcher.
+    # One process for all steps imports torch once, and the launcher never does.
     code = run_kept([__name__, json.encode(steps).decode()], timeout_s=limit_s)
     missing = missing_steps(run)
     if missing or code != 0:

@@ -101,7 +101,7 @@ def _device(run: RunConfig) -> torch.device:
 
 
 _MAX_DECODED = 1024
-"""Text takes several times the memory of token ids."""
+"""Trajectories decoded at once: text takes several times the memory of token ids."""
 
 
 def rescore(

@@ -33,7 +33,7 @@ from slipstream.runtime.row_files import require_demonstrations
 from slipstream.runtime.run_folder import OVERRIDES, RunFolder, is_held
 
 _MAX_OVERRIDES = 60
-"""Characters in a suggested command; more become a file."""
+"""Characters of overrides in a suggested command; more are replaced by a file."""
 
 console = make_console()
 
@@ -67,7 +67,7 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
             folder.claim()
             folder.record_process(LAUNCHER)
             folder.record_stage(LAUNCHER, "settings checked")
-            # An interrupted continuation would look finished.
+            # Otherwise an interrupted continuation would look finished.
             folder.summary.unlink(missing_ok=True)
             folder.write_origins(provenance(overrides, run), overrides=overrides)
             if run.has_roles:
@@ -147,7 +147,7 @@ def start_sft(overrides: list[str]) -> None:
         require_demonstrations(Path(path))
     for note in describe_doubts(run):
         print(f"note: {note}")
-    # torch must load under the learner's environment.
+    # exec, because torch must load under the learner's environment variables.
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "slipstream.learner", *overrides])
 

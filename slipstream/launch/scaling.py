@@ -26,9 +26,11 @@ _WORKING_STATES = ("ready", "updating")
 _MIN_STEPS = 5
 """Steps before the learner's waits are meaningful."""
 _MORE_ABOVE = 0.3
-"""Fraction of its time that the learner waits for groups; below, a step becomes shorter by less than a third."""
+"""Fraction of the learner's time spent waiting for groups, above which a generator is added: below it, a step becomes
+shorter by less than a third."""
 _FEWER_BELOW = 0.5
-"""Used fraction of all generators' capacity: so far from full that the next measurement adds none again."""
+"""Used fraction of all generators' capacity, below which one is removed: far enough from full that the next measurement
+does not add it again."""
 _SETTLE_S = 60.0
 """Window of a measurement, once all roles work: many answers, and a few steps."""
 _ABSENT_AFTER_S = 600.0
@@ -77,7 +79,7 @@ class Autoscaler:
         if seconds < _SETTLE_S:
             return None
         change = self._choose(seconds, num_ready=num_ready, target=target)
-        # Otherwise slow steps would never be measured.
+        # Extend a window with too few steps, or slow steps would never be measured.
         if not 0 < len(self._rows) < _MIN_STEPS:
             self.start_window()
         return change
@@ -91,7 +93,7 @@ class Autoscaler:
             return None
         if waited > _MORE_ABOVE:
             why = f"the learner waited {waited:.0%} of the last {seconds:.0f} s for groups, above {_MORE_ABOVE:.0%}"
-            # None leaves at `max`, or it would return repeatedly.
+            # At `max`, no generator is removed, or it would leave and return repeatedly.
             return Change(target + 1, why) if target < config.max else None
         if target <= config.min or not self._busy or len(self._rows) < _MIN_STEPS:
             return None
@@ -103,7 +105,7 @@ class Autoscaler:
         return Change(target - 1, f"the generators used {capacity}, below {_FEWER_BELOW:.0%}")
 
     def _learner_wait_fraction(self) -> float | None:
-        """Part of the window, or before the first step of the observations; None after too few steps."""
+        """Fraction of the window, or of observations before the first step; None after too few steps."""
         if not self._rows:
             return sum(self._starving) / len(self._starving)
         return wait_fraction(self._rows) if len(self._rows) >= _MIN_STEPS else None
@@ -245,7 +247,7 @@ class Scaling:
             return self._set_target(change.target, reason=change.reason)
         except ConfigError as error:
             previous, self._refused = self._refused, (change.target, str(error))
-            # Repeats would push other events out of the store.
+            # Once: repeats would push other events out of the store.
             stays = f"the number of generators stays at {self._pool.target}, although {change.reason}: {error}"
             return [] if previous == self._refused else [Event(LAUNCHER, stays)]
 

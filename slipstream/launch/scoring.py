@@ -10,7 +10,7 @@ from slipstream.generators.rewards.reward import RewardInput
 
 
 def reward_input(row: Row, response: str, token_ids: list[int], **others: Any) -> RewardInput:
-    """Build the input for a response to a row; `others`: further fields, or those of the row replaced."""
+    """Build the input for a response to a row; `others` extend or replace the row's fields."""
     fields = {"ground_truth": row.ground_truth, "data_source": row.data_source, "extra_info": row.extra_info} | others
     return RewardInput(row.prompt, response, response_token_ids=token_ids, **fields)
 

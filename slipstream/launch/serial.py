@@ -35,7 +35,7 @@ from slipstream.runtime.run_folder import RunFolder
 _CPU = torch.device("cpu")
 _SECONDS_PER_TURN = 0.001
 _TASK_ROUNDS_PER_TURN = 16
-"""Enough for a woken task to pass on its result."""
+"""Enough event loop rounds for a woken task to pass on its result."""
 
 
 class TurnClock:
@@ -85,7 +85,7 @@ class Pump:
 
     def turn(self) -> None:
         """Step every role once. Raises the generator's error."""
-        # The order is part of every result.
+        # Another order would change the result of every serial run.
         self._clock.now += _SECONDS_PER_TURN
         self._learner.client.step(timeout_s=0)
         self._router.step(timeout_s=0)
@@ -96,6 +96,7 @@ class Pump:
         gauges = {"role": "generator", "state": status.state, "version": status.version}
         self._store.report_role(self._peer.member.peer_id, status.gauges | gauges)
         if self._running and self._running.done():
+            # Raises, because the learner must not continue alone.
             self._running.result()
 
     def get(self, *, timeout_s: float) -> Message | None:

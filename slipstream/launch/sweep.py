@@ -86,7 +86,7 @@ def run_sweep(overrides: list[str], *, program: str) -> None:
     try:
         for index, command in enumerate(commands):
             print(f"sweep: run {index + 1} of {len(runs)}, {runs[index].name}", flush=True)
-            # What a kill of this process would leave.
+            # Until it ends, the file shows what a kill of this process would leave.
             runs[index] = msgspec.structs.replace(runs[index], state="stopped")
             _write(folder, runs)
             runs[index] = _train(runs[index], command)

@@ -92,7 +92,7 @@ calls = [call.split("\0")[:-1] for call in read("/tmp/calls").split("\036")[:-1]
 missing = sorted(set(read("/tmp/missing").split("\0")) - {""})
 print(json.dumps([calls, missing, done.returncode, done.stderr.decode(errors="replace")[-300:]]))
 """
-"""Runs a script with programs that record their arguments; `python -c CODE` fails, as a test for other accelerators."""
+"""Runs a script with programs that record their arguments; `python -c CODE`, a test for other accelerators, fails."""
 _PROGRAMS = (
     *("python", "python3", "uv", "ray", "torchrun", "accelerate", "deepspeed", "trl", "srun", "pip", "pip3"),
     *("huggingface-cli", "hf", "wget", "curl", "git", "sleep"),
@@ -100,9 +100,9 @@ _PROGRAMS = (
 
 
 def _from_script(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
-    """Run a script in a sandbox, with only HOME of the environment; return the arguments of its largest call.
+    """Run a script in a sandbox that sees only HOME of the environment. Raises ConfigError.
 
-    Raises ConfigError.
+    Return the arguments of its call with most settings.
     """
     job = {"name": path.name, "text": text, "home": str(Path.home()), "programs": _PROGRAMS}
     try:

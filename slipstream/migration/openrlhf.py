@@ -1,4 +1,4 @@
-"""Dependent settings in command lines of OpenRLHF's `train_ppo_ray`."""
+"""Translate dependent settings in command lines of OpenRLHF's `train_ppo_ray`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Dependent settings of prime-rl: `rl.toml`, or trainer, orchestrator, and inference."""
+"""Translate dependent settings of prime-rl: `rl.toml`, or trainer, orchestrator, and inference."""
 
 from typing import Any
 
@@ -52,7 +52,6 @@ def _objective(config: Translation) -> None:
     if config.take(f"{_LOSS}.type") not in (None, "default"):
         config.note(f"{_LOSS}.type", "algorithm/policy_loss=custom calls your function; dppo stands for it.")
     config.put("algorithm/correction", "none")
-
     config.put("algorithm.proximal", "generator")
     filters = config.given.get("orchestrator.pre_batch_filters") or config.given.get("orchestrator.filters") or []
     drops = any(each.get("type") == "zero_advantage" and each.get("enforce", True) for each in filters)
@@ -87,7 +86,6 @@ def _hardware(config: Translation) -> None:
     rollouts = len(config.take("inference_gpu_ids") or ()) or rollouts
     config.put("learner.num_ranks", ranks)
     config.put("learner.engine.zero_stage", 3 if ranks > 1 or config.take("trainer.model.fsdp_cpu_offload") else 2)
-
     config.put("generators.count", max(1, rollouts // config.take("inference.vllm.tensor_parallel_size")))
     config.take("inference.parallel.dp")
 

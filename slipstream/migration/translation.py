@@ -196,7 +196,7 @@ class Trainer(NamedTuple):
 
     The file has `starts` (beginnings of its keys), `aliases` (older names), `optimizer` (key of its name), `same`
     (table for `same_all`), `defaults`, `notes` (their key -> remedy if it differs from its default), `decided` (reason
-    -> beginnings of keys without a need for an equivalent), and tables for `special`.
+    -> beginnings of keys that need no equivalent), and tables for `special`.
     """
 
     file: str

@@ -1,4 +1,4 @@
-"""Dependent settings of TRL 1.16's GRPO trainers."""
+"""Translate dependent settings of TRL 1.16's GRPO trainers."""
 
 from math import ceil, sqrt
 
@@ -58,7 +58,6 @@ def _objective(config: Translation) -> None:
     config.put("algorithm.loss_aggregation", mean)
     scale = str(config.take("scale_rewards")).lower()
     config.put("algorithm/advantage", {"none": "dr_grpo", "false": "dr_grpo", "batch": "lite_ppo"}.get(scale, "grpo"))
-
     config.put("algorithm.reward.mask_truncated", True if config.take("mask_truncated_completions") else None)
     if (beta := config.take("beta")) > 0:
         is_corrected = config.take("use_bias_correction_kl") is not False

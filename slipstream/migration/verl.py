@@ -1,4 +1,4 @@
-"""Dependent settings of verl 0.9."""
+"""Translate dependent settings of verl 0.9."""
 
 import math
 from pathlib import Path

@@ -133,7 +133,7 @@ def explain(kind: Kind, words: Sequence[str]) -> None:
     console = make_console()
     folder = find_run(run, command="explain")
     if kind == "start":
-        # Without the store, which loads slowly.
+        # Without the store, which a finished run's server would have to load.
         _print(console, explain_start(read_stages(folder)).lines())
         return
     with RunReader(folder, starts_server=True) as reader:
@@ -146,7 +146,7 @@ def explain(kind: Kind, words: Sequence[str]) -> None:
             _print(console, explain_version(reader, int(number)))
         else:
             _print(console, _ANSWERS[kind](reader).lines())
-            # Supervised runs have no events or versions; health needs none.
+            # A supervised run has no events or versions, and health does not need them.
             note = "" if kind == "health" or reader.config.mode == "sft" else missing_store(reader)
             _print(console, [note] if note else [])
         if reader.archive and reader.archive.note:
@@ -155,7 +155,7 @@ def explain(kind: Kind, words: Sequence[str]) -> None:
 
 def _print(console: Console, lines: Iterable[str]) -> None:
     for line in lines:
-        # Names and events are untrusted.
+        # Names of tasks and texts of events are untrusted.
         shown = printable(line)
         if console.is_terminal:
             # Break between words, so that a path can be copied.
@@ -191,7 +191,7 @@ def _health(reader: RunReader) -> Answer:
     health, rows = Health(reader.config), reader.rows()
     for row in rows:
         health.add(row)
-    # Metrics with the same advice are one finding.
+    # Metrics with the same advice are one finding, as in the run's events.
     by_advice: dict[str, list[HealthWarning]] = {}
     for warning in health.warnings:
         by_advice.setdefault(warning.advice, []).append(warning)

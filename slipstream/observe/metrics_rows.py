@@ -119,10 +119,10 @@ class MetricsTable:
     def series(self, keys: list[str]) -> dict[str, list[float | None]]:
         """Columns of known keys, with None for missing values."""
         found: dict[str, list[float | None]] = {}
-        for key in filter(self._columns.__contains__, keys):
-            column = self._columns[key]
-            rounded = [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in column]
-            found[key] = rounded + [None] * (self._length - len(column))
+        for key in keys:
+            if (column := self._columns.get(key)) is not None:
+                rounded = [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in column]
+                found[key] = rounded + [None] * (self._length - len(column))
         return found
 
     def row(self, index: int) -> Row:

@@ -30,11 +30,10 @@ def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
     """Describe goals and the accuracies of the final evaluation."""
     evaluation, steps = summary.get("evaluation") or {}, summary["steps"]
     shown = []
-    for goal in run.evaluation.goals if evaluation else ():
+    for goal in (goal for goal in run.evaluation.goals if evaluation and not goal.holds(evaluation)):
         bounds, value = {"least": goal.at_least, "most": goal.at_most}, evaluation.get(goal.metric)
         asked = " and ".join(f"at {word} {bound:g}" for word, bound in bounds.items() if bound is not None)
-        if not goal.holds(evaluation):
-            shown.append(f"{goal.metric} is {'unknown' if value is None else f'{value:.4g}'}, the goal {asked}")
+        shown.append(f"{goal.metric} is {'unknown' if value is None else f'{value:.4g}'}, the goal {asked}")
     word = "learned" if run.evaluation.goals and evaluation else f"done after {steps} steps"
     if shown:
         word = f"goal not reached after {steps} steps ({'; '.join(shown)})"

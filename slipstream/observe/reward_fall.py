@@ -186,11 +186,13 @@ class _Source(NamedTuple):
 def _sources(rows: Sequence[Row]) -> dict[str, _Source]:
     counts, sums = defaultdict[str, float](float), defaultdict[str, float](float)
     for row in rows:
-        for found in filter(None, map(_OF_SOURCE.fullmatch, row)):
-            count = number_in(row, f"learner/by_source/{found['source']}/trajectories")
-            if found["name"] == "reward_mean" and math.isfinite(total := count * number_in(row, found[0])):
-                counts[found["source"]] += count
-                sums[found["source"]] += total
+        for key in row:
+            if (found := _OF_SOURCE.fullmatch(key)) and found["name"] == "reward_mean":
+                source = found["source"]
+                count, reward = number_in(row, f"learner/by_source/{source}/trajectories"), number_in(row, key)
+                if math.isfinite(count * reward):
+                    counts[source] += count
+                    sums[source] += count * reward
     whole = sum(counts.values())
     return {source: _Source(count / whole, sums[source] / count) for source, count in counts.items() if count > 0}
 

@@ -76,7 +76,7 @@ def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
 
 
 def _for_admission(roles: list[RoleStatus], own: list[Wait], reason: str) -> list[Wait]:
-    # A generator reports a wait once it knows why.
+    # A generator with free slots reports a wait only once it knows why.
     reported = {wait.waiter for wait in own}
     with_room = [role for role in roles if role.is_alive and role.capacity and (role.running or 0) < role.capacity]
     is_known = not with_room or any(role.name in reported for role in with_room)
@@ -168,7 +168,7 @@ class RunStatus(Record):
     roles: list[RoleStatus]
     waits: list[Wait]
     learner_wait_fraction: float | None
-    """Share of the last 20 steps that the learner waited for groups; None before the first."""
+    """Share of the learner's time spent waiting for groups, last 20 steps; None before the first."""
     generators_target: int | None
     """Generators that the launcher keeps running; None without a launcher."""
     address: str
@@ -261,7 +261,7 @@ def wait_fraction(rows: Sequence[dict[str, Any]]) -> float | None:
 
 
 def busy_fraction(roles: Sequence[RoleStatus]) -> float | None:
-    """Trajectories in progress / capacity of live generators."""
+    """Trajectories in progress / capacity of live generators; None without any."""
     living = [role for role in roles if role.is_alive and role.capacity]
     capacity = sum(role.capacity or 0 for role in living)
     return sum(role.running or 0 for role in living) / capacity if capacity else None

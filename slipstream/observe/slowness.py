@@ -143,7 +143,7 @@ def _meanwhile(times: StepTimes) -> str:
 
 
 def _findings(times: StepTimes, figures: Mapping[str, str], *, num_cores: int | None) -> Iterator[Finding]:
-    """Yield the learner's phases, longest first, and generators' phases for its wait."""
+    """Yield the learner's phases, longest first, with generators' phases instead of its wait."""
     busy = sum(role.cpu_s for role in times.roles) / times.step_s
     is_full = num_cores is not None and num_cores - busy < 1
     for phase, share in _sorted(times.shares("learner"), least=_LEAST_SHARE):
@@ -206,10 +206,7 @@ def _change_of_pace(steps: Sequence[_Step]) -> Iterator[str]:
     was, now = (statistics.median(each.seconds for each in steps) for steps in (early, late))
     if max(was, now) < _CHANGED * min(was, now):
         return
-    means = [
-        {what: statistics.fmean(each.parts[what] for each in part) for what in early[0].parts} for part in (early, late)
-    ]
-    grown = {what: mean - means[0][what] for what, mean in means[1].items()}
+    grown = {what: _mean_part(late, what) - _mean_part(early, what) for what in steps[0].parts}
     what = max(grown, key=lambda each: grown[each] if now > was else -grown[each])
     verb = "grew" if now > was else "shrank"
     yield (
@@ -217,6 +214,10 @@ def _change_of_pace(steps: Sequence[_Step]) -> Iterator[str]:
         f"{steps_shown(late[0].step, late[-1].step)} {shown(now)} s; what {verb} most is {what} ({grown[what]:+.3g} s "
         "a step)"
     )
+
+
+def _mean_part(steps: Sequence[_Step], what: str) -> float:
+    return statistics.fmean(step.parts[what] for step in steps)
 
 
 def _slow_steps(steps: Sequence[_Step], events: Events) -> Iterator[str]:

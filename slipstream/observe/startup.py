@@ -32,7 +32,7 @@ def read_stages(folder: Path) -> list[Stage]:
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(msgspec.DecodeError):
             stages.append(msgspec.json.decode(line, type=Stage))
-    # Without a launcher, roles start in any order.
+    # Without a launcher, the roles are started by hand, in any order.
     launched_at = max((s.at for s in stages if (s.role, s.stage) == (LAUNCHER, "process started")), default=0.0)
     return sorted((each for each in stages if each.at >= launched_at), key=lambda each: each.at)
 

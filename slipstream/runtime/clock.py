@@ -33,7 +33,7 @@ class Deadline:
         return self.left_s == 0.0
 
     def check(self, *, missing: str = "") -> None:
-        """Raise WaitTimeoutError after the deadline, with `missing`."""
+        """Raise WaitTimeoutError after the deadline; `missing` completes the message."""
         if self.is_over:
             raise WaitTimeoutError(
                 f"waited {self._timeout_s:g} s for {self._what}" + (f"; missing: {missing}" if missing else "")
@@ -82,7 +82,7 @@ class Growth:
         """`counters`: current values; later counters start at 0."""
         self._last = dict(counters)
         self.each: dict[Any, float] = {}
-        """Growth per counter, without that between an update and a restart."""
+        """Growth per counter. Growth between the last update and a restart is lost."""
 
     @property
     def total(self) -> float:

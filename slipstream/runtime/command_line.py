@@ -25,7 +25,7 @@ from slipstream.runtime.disk import is_disk_full
 from slipstream.runtime.process import launcher_pid
 
 NO_ANSWER = 1
-"""Exit code: no answer of store, broker, or launcher."""
+"""Exit code: store, broker, or launcher did not answer."""
 BAD_INPUT = 2
 """Exit code: the user can correct the error."""
 TRY_AGAIN = 75

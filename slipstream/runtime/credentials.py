@@ -1,8 +1,8 @@
 """Credentials: the run's token, CURVE key pairs derived from it, and masking.
 
 Only holders of the token can compute both pairs: sockets ignore other peers, and a peer knows that it talks to its own
-run. Roles without the run folder get the token in the environment or a file. A guest's token does not reveal it: the
-guest can connect to servers that admit it, but not serve.
+run. Roles without the run folder get the token in the environment or a file. A guest's token does not reveal the
+run's: the guest can connect to servers that admit it, but not serve.
 """
 
 import base64
@@ -79,7 +79,7 @@ def make_token(run: RunConfig) -> str:
     unfinished.touch(mode=0o600)
     unfinished.write_text(secrets.token_urlsafe(32) + "\n")
     try:
-        # Not a rename: concurrent roles all use the first token.
+        # Link instead of rename: concurrent roles all use the first one's token.
         os.link(unfinished, folder.token)
     except FileExistsError:
         pass
@@ -192,7 +192,7 @@ _ISSUED = (
     r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
 )  # fmt: skip
 _PATTERNS = (
-    # Of URLs: user, password, and secret query parameters.
+    # User and password in a URL, and query parameters with a secret name.
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s'\"]*@", re.IGNORECASE), rf"\1{LEFT_OUT}@"),
     (re.compile(rf"([?&;][\w.-]*{_KEY}=)[^&\s'\"]+", re.IGNORECASE), rf"\1{LEFT_OUT}"),
     (re.compile(r"(\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{LEFT_OUT}"),

@@ -82,7 +82,7 @@ class DiskWait:
                 return result
 
     def _await_room(self, what: str, path: Path, error: Exception, *, began_at: float, at_most_s: float) -> None:
-        """Wait until free space grows or, for a quota, `at_most_s`."""
+        """Wait until free space grows or, because a quota may be the limit, for `at_most_s`."""
         free, ends_at = _free_bytes(path), time.monotonic() + at_most_s
         while (now := time.monotonic()) < ends_at and _free_bytes(path) < free + _MORE_ROOM_BYTES:
             self.reason = f"waiting {now - began_at:.0f} s for room for {what} on the disk {describe_disk(path)}"

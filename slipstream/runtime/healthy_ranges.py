@@ -1,4 +1,4 @@
-"""Healthy ranges of metrics, with meaning and remedy of others."""
+"""Healthy ranges of metrics, with meaning and remedy of values outside."""
 
 import math
 import re

@@ -95,11 +95,11 @@ class VisionModel:
         settings = read_json(self._path, "config.json")
         kind = settings.get("model_type", "unknown")
         what = "a vision-language model of another family" if "vision_config" in settings else "a text-only model"
-        must, why = (
+        must, got = (
             f"have a model of the type {' or '.join(VISION_FAMILIES)}",
-            "choose another, or leave the images out",
+            f"model.path={self._path}, {what} ({kind})",
         )
-        got = f"model.path={self._path}, {what} ({kind})"
+        why = "choose another model, or leave the images out"
         require(kind in VISION_FAMILIES, "prompts with images", must, got=got, why=why)
         return int(settings.get("image_token_id", 151655))
 
@@ -194,7 +194,7 @@ def _patches(path: str, data: bytes) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _processor(path: str) -> Any:
-    # torchvision rounds differently, and vLLM's CPU build lacks it.
+    # The PIL version: torchvision rounds differently, and vLLM's CPU build lacks it.
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil.from_pretrained(path)

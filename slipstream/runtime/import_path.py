@@ -46,17 +46,17 @@ def find_function(path: str, *, setting: str) -> Callable[..., Any]:
 def _import(module_name: str, path: str, setting: str) -> ModuleType:
     try:
         return _import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        must = f"{setting} must name a module that can be imported"
+        raise ConfigError(f"{must}, got {path!r}: there is no module {error.name!r}.") from error
     # A script without `if __name__ == "__main__"` may end the process.
     except (Exception, SystemExit) as error:
-        failure = f"{setting}={path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}."
-        if isinstance(error, ModuleNotFoundError):
-            must = f"{setting} must name a module that can be imported"
-            failure = f"{must}, got {path!r}: there is no module {error.name!r}."
-        raise ConfigError(failure) from error
+        failure = f"importing {module_name!r} failed: {type(error).__name__}: {error}"
+        raise ConfigError(f"{setting}={path!r}: {failure}.") from error
 
 
 def _import_file(file: Path) -> ModuleType:
-    # Unique among files and installed modules.
+    # The full path separates files of the same name, also from installed modules.
     name = f"slipstream_user.{file.resolve()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)

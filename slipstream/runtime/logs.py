@@ -1,4 +1,4 @@
-"""Logs: one line per event on stderr, a file per role."""
+"""Logs: one line per event on stderr, which the launcher redirects to files."""
 
 import logging
 import sys

@@ -17,7 +17,7 @@ from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.runtime.images import takes_images
 
 ADAPTER_FILE = "adapter/adapter_model.safetensors"
-"""Next to merged weights, transformers would apply it again."""
+"""In a subfolder: next to merged weights, transformers would apply it again."""
 _PREFIX = "base_model.model."
 _HEAD = "score"
 """Head of a sequence classifier, which is trained in full."""
@@ -67,7 +67,7 @@ def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> N
     if has_head:
         module.get_submodule(_HEAD).requires_grad_(True)
         settings.modules_to_save = [_HEAD]
-    # ZeRO shards parameters of one dtype.
+    # The optimizer has float32 masters, and ZeRO shards parameters of one dtype.
     for _, parameter in adapter_parameters(module):
         parameter.data = parameter.data.to(module.dtype)
     for layer in _adapter_layers(module).values():

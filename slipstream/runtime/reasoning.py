@@ -28,7 +28,7 @@ class Reasoning(NamedTuple):
 
     @property
     def is_separate(self) -> bool:
-        """Whether messages carry it separately from content. Marks of a mere instruction are content."""
+        """Whether messages carry reasoning separately from content. Marks of a mere instruction are content."""
         return self.source != "default"
 
     def is_opened_by(self, header: str) -> bool:

@@ -19,7 +19,8 @@ from slipstream.configs.data import ModelConfig
 from slipstream.runtime.lora import meta_model
 
 EXPERTS = "experts"
-"""Trajectory array, uint8 or int16[T, M, K]: K experts per token in M routers; 0 for the last one, never read."""
+"""Trajectory array, uint8 or int16[T, M, K]: K experts per token in M routers; 0 for the last token, which is
+never read."""
 
 
 class Router(NamedTuple):
@@ -55,9 +56,9 @@ def check_layers(config: ModelConfig) -> None:
         return
     try:
         module = meta_model(config)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError):
         return
     if not has_router_settings:
         return

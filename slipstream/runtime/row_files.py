@@ -50,7 +50,7 @@ def read_table(path: Path) -> pa.Table:
             return pq.read_table(path)
         with pa.input_stream(str(path)) as stream:
             text = stream.read()
-        # Arrow's guesses would turn the answer 007 into 7.
+        # Otherwise Arrow guesses types, and the answer 007 becomes the number 7.
         parsing = pa_csv.ParseOptions(newlines_in_values=True)
         names = pa_csv.read_csv(pa.BufferReader(text), parse_options=parsing).column_names
         options = pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))

@@ -4,17 +4,17 @@ runs/<name>/            accessible only to its owner
     run.lock            held by the launcher or a broker started by hand
     token               secret of the sockets, unless the user provides one
     guests/<name>       token of a guest, see docs/cluster.md
-    address             for other machines; further brokers: address-broker-1, ...
+    address             broker address for other machines; further brokers: address-broker-1, ...
     doors/<generator>   address of a generator for user agents
     sockets/            unix sockets of broker and learner
     config.yaml         the resolved configuration
     origins.json        origin of each value
-    overrides.json      overrides of the newest start
-    versions.json       of Python and libraries
-    untrained           the name may be reused before weights are published
+    overrides.json      overrides of the command that started or last resumed the run
+    versions.json       versions of Python and libraries
+    untrained           exists until weights are published: the name may be reused
     logs/<role>.log     one per role
     stages.jsonl        for `slipstream explain start`
-    store/              of the embedded Redis
+    store/              data of the embedded Redis
     metrics.jsonl       one row per step
     summary.json        results
     curve.png           plot of the metrics
@@ -25,7 +25,7 @@ runs/<name>/            accessible only to its owner
     archive/            finished groups, in Parquet
     token_stats/        per-token values of each step, in Parquet
     final_model/        transformers format
-    best_model/         of the best checkpoint, named in best.json
+    best_model/         same, of the best checkpoint, named in best.json
 """
 
 import fcntl
@@ -92,7 +92,7 @@ class RunFolder:
 
     @property
     def sockets(self) -> Path:
-        """Folder of unix sockets, or `short_folder`."""
+        """Folder of unix sockets; `short_folder` if its path is too long."""
         path = self.path.resolve() / "sockets"
         return path if len(bytes(path)) <= _MAX_SOCKETS_BYTES else short_folder(path)
 
@@ -151,7 +151,7 @@ class RunFolder:
             self.unlock()
 
     def check_name(self) -> None:
-        """Raise ConfigError if a new run exists, a resumed one does not (even in an object store), or it is live."""
+        """Raise ConfigError if a new run exists, a resumed one does not (without `storage.uri`), or it is live."""
         if self.path.is_dir() and not self._lock:
             self.lock()
             self.unlock()
@@ -217,7 +217,7 @@ class RunFolder:
         except OSError as error:
             if not (self.has_run and is_disk_full(error)):
                 raise
-            # A restart on a full disk; the files exist.
+            # A role restarted on a full disk; the files exist since the start.
             log.warning("run_folder_not_updated", folder=str(self.path), reason=str(error))
 
     def read_address(self, broker: str = FIRST_BROKER) -> str:
@@ -270,7 +270,7 @@ class RunFolder:
     def keep_metrics(self, *, up_to_step: int) -> Iterator[dict[str, Any]]:
         """Drop damaged rows and rows after `up_to_step`; return the rest. Raises OSError; safe to retry.
 
-        Holds one row at a time, because a long run's take gigabytes.
+        Holds one row at a time, because the rows of a long run take gigabytes.
         """
         damaged, num_kept, num_rows = list[int](), 0, 0
         for num_rows, (row, _) in enumerate(self._rows(), start=1):
@@ -353,8 +353,10 @@ def is_held(folder: Path, name: str = _LOCK) -> bool:
     try:
         with (folder / name).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
     return False
 
 

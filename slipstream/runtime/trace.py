@@ -1,6 +1,7 @@
 """Trace: events of a role; merge: one Perfetto file of all roles; TimeAccount: seconds by phase.
 
-Roles and profilers write to `profile/parts/` in the run folder, with times of `time.time_ns`, shared on one machine.
+Roles and profilers write to `profile/parts/` in the run folder. Times are from `time.time_ns`, so roles on one machine
+share a timeline.
 """
 
 import gzip
@@ -119,7 +120,7 @@ def parts_of(folder: Path) -> Path:
 
 
 def merge(folder: Path) -> None:
-    """Merge the parts in a `profile` folder into `trace.json.gz`. Raises OSError."""
+    """Merge the parts in a `profile` folder into `trace.json.gz`; delete them. Raises OSError."""
     parts = [msgspec.json.decode(path.read_bytes(), type=TracePart) for path in sorted(_files(folder, ".json"))]
     names = {f"{part.role} ({part.pid})": part for part in parts}
     pids = count(1)
@@ -171,7 +172,7 @@ def _trajectory_events(parts: Sequence[TracePart], *, pid: int) -> list[dict[str
         start = 0
         for name, (first, second) in zip(SPANS, pairwise(MARKS), strict=True):
             if first in found and second in found:
-                # Clocks differ, and a claim may be recorded before the insert.
+                # Keep times monotonic: clocks differ, and a claim may be recorded before the insert.
                 start = max(start, found[first][0])
                 end, arguments = max(start, found[second][0]), found[second][1]
                 events.append({"ph": "b", "name": name, "ts": start, **common, "args": {"id": each, **arguments}})
@@ -217,7 +218,7 @@ class TimeAccount:
     """
 
     def __init__(self, phase: str, *, trace: Trace | None = None, clock: Clock = time.perf_counter) -> None:
-        """Real time, even in a serial run. `trace` records phases as spans."""
+        """Measures real time even in a serial run. `trace` records each phase as a span."""
         self.trace = trace
         self._clock = clock
         self._lock = Lock()

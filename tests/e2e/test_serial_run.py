@@ -96,7 +96,7 @@ def test_a_run_that_is_resumed_at_a_checkpoint_equals_one_without_a_break_bit_fo
     assert all(tensor.equal(second[name]) for name, tensor in first.items())
 
 
-# Covered by tests/unit/learner/training/test_process_reward.py::test_a_resumed_run_continues_bit_for_bit.
+# Covered by tests/unit/learner/test_checkpoint.py::test_a_resumed_run_continues_bit_for_bit[process-reward-*].
 @pytest.mark.long
 def test_a_process_reward_model_trains_beside_the_policy_and_resumes_bit_for_bit(folder: Path):
     changes = ("recipe=prime", "algorithm.process_reward.optimizer.learning_rate=3e-4", *SYNCHRONOUS)
@@ -178,6 +178,15 @@ def test_another_algorithm_and_another_reward_function_train_on_the_same_rollout
     rows = replay(folder, "otherwise", "algorithm/advantage=rloo", rescored)
     assert column(rows, "reward_mean") != column(stored, "reward_mean")
     assert column(rows, "loss") != column(stored, "loss")
+
+
+# In the fast suite, tests/integration/test_learner_ranks.py trains on two ranks, but does not replay.
+@pytest.mark.long
+def test_two_ranks_replay_the_losses_and_weights_of_one(folder: Path, stored: list[dict[str, Any]]):
+    rows = replay(folder, "ranks", "learner.num_ranks=2", "learner/engine=deepspeed_zero3")
+    assert column(rows, "loss") == pytest.approx(column(stored, "loss"), abs=1e-6)
+    one, two = (load_file(folder / f"runs/{name}/final_model/model.safetensors") for name in ("synchronous", "ranks"))
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5
 
 
 def test_a_damaged_ledger_is_refused_in_one_sentence_before_a_folder_is_made(

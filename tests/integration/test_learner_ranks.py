@@ -179,6 +179,17 @@ def test_two_machines_continue_bit_for_bit_without_a_shared_folder(tmp_path):
         assert largest_difference(straight, resumed) == 0
 
 
+# One rank: tests/unit/learner/test_checkpoint.py::test_a_resumed_run_continues_bit_for_bit[critic-*].
+@pytest.mark.long
+def test_two_ranks_continue_a_critic_bit_for_bit(tmp_path):
+    make_tiny_model(tmp_path / "model")
+    straight, expected = train(tmp_path, ranks=2, zero=3, out="straight", extra=("--critic",))
+    rewind(tmp_path, "straight")
+    resumed, metrics = train(tmp_path, ranks=2, zero=3, out="resumed", extra=("--critic", "--steps", "1"))
+    assert largest_difference(straight, resumed) == 0
+    assert metrics[0][0].items() <= expected[0][1].items()
+
+
 @pytest.mark.slow
 def test_a_dead_rank_raises_in_the_others(tmp_path):
     make_tiny_model(tmp_path / "model")

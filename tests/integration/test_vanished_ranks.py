@@ -42,6 +42,7 @@ def start(folder: Path, started: list, *, timeout_s: float, step_s: float) -> No
     until(lambda: (folder / "0.joined").exists() and (folder / "1.joined").exists(), timeout_s=DEADLINE_S, what="ranks")
 
 
+# Rank 0, which holds the rendezvous: tests/unit/learner/test_ranks.py, a lost rendezvous.
 @pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_rank_that_stands_still_ends_the_other_with_its_name_and_machine(
     tmp_path: Path, started: list, stopped: int
@@ -57,6 +58,7 @@ def test_a_rank_that_stands_still_ends_the_other_with_its_name_and_machine(
     assert "Traceback" not in printed
 
 
+# Covered by tests/unit/learner/test_ranks.py::test_live_ranks_and_ranks_that_left_end_no_rank.
 @pytest.mark.long
 def test_a_step_longer_than_the_limit_ends_no_rank(tmp_path: Path, started: list) -> None:
     start(tmp_path, started, timeout_s=1.5, step_s=4.0)

@@ -83,7 +83,9 @@ def test_without_trust_generators_elsewhere_fetch_and_lend_and_one_that_insists_
     assert "Traceback" not in scene.generators
 
 
-@pytest.mark.long  # covered by tests/integration/test_weights_over_a_slow_link.py[broadcast]
+# The admission: tests/unit/broker/test_router_joining.py, a generator elsewhere that insists on broadcasts. Broadcasts
+# over a link: tests/integration/test_weights_over_a_slow_link.py[broadcast].
+@pytest.mark.long
 def test_over_a_trusted_network_generators_elsewhere_take_part_in_broadcasts(scene: Scene) -> None:
     with scene.running("cluster.trusted_network=true", generators=("--id far-0", "--id far-1")):
         together = re.compile(r"epoch_opened.*far-0.*far-1")

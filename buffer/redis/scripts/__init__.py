@@ -9,7 +9,7 @@ from importlib import resources
 def load_script(name: str) -> str:
     """Text of `<name>.lua` after the prelude, as the server runs it.
 
-    Comment lines are blanked, because the server logs and replicates the text, but keep line numbers in errors.
+    Comments become empty lines, because the server logs and replicates the text; line numbers in errors match.
     """
     folder = resources.files(__name__)
     text = "".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name))

@@ -72,7 +72,7 @@ _STEP_STALLS = 3
 
 
 class VllmEngine:
-    """Implements Engine. The engine process ends with this process."""
+    """Implements Engine. The engine process ends with this process, even if this one is killed."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class VllmEngine:
         self._open_requests.add(request_id)
         try:
             while True:
-                # Not the version, which may be loaded twice.
+                # Not the version, which may be loaded twice, the first time incorrectly.
                 salt = str(self._num_updates)
                 prompt: EngineInput = tokens_input(token_ids, cache_salt=salt)
                 if images and self._vision:

@@ -19,7 +19,7 @@ _ALWAYS = {
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore:resource_tracker:UserWarning",
 }
 _CPU = {
-    # More or spinning threads reduce throughput tenfold.
+    # All roles share a few cores: more or spinning threads reduce throughput tenfold.
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -23,7 +23,7 @@ from slipstream.runtime.clock import Clock
 
 
 class StepWatchdog:
-    """Detects an engine that has requests but makes no steps."""
+    """Detects an engine with requests that makes no steps, although it answers health checks."""
 
     def __init__(self, *, limit_s: float, clock: Clock = time.monotonic) -> None:
         self._limit_s = limit_s
@@ -99,7 +99,7 @@ def report_fatal_errors() -> None:
 
 
 def read_fatal_error() -> str:
-    """One line, or empty."""
+    """Fatal error in one line, or empty."""
     try:
         return _path().read_text(errors="replace")
     except OSError:

@@ -79,7 +79,7 @@ def serve_images_without_torchvision() -> None:
             return original(self, *arguments, **settings)
         pil = importlib.import_module(f"{_PACKAGE}.image_processing_pil_qwen2_vl")
         made = pil.Qwen2VLImageProcessorPil.from_pretrained(self.model_config.model)
-        # Requests contain finished patches.
+        # vLLM needs only these attributes, because requests contain finished patches.
         kwargs = importlib.import_module(f"{_PACKAGE}.processing_qwen2_vl").Qwen2VLProcessorKwargs
         return SimpleNamespace(image_processor=made, video_processor=made, valid_processor_kwargs=kwargs)
 
@@ -108,7 +108,7 @@ def select_experts(output: RequestOutput, *, layers: Sequence[int]) -> np.ndarra
 
 
 def meet_in_own_folder() -> None:
-    """Make ranks meet through a file in the folder of their sockets, because a killed engine leaves it."""
+    """Make ranks meet through a file in the folder of their sockets, which is removed after a killed engine."""
     for executor in (uniproc_executor, multiproc_executor):
         executor.get_file_store_init_method = lambda: f"file://{envs.VLLM_RPC_BASE_PATH}/vllm_dist_{uuid4().hex}"
 

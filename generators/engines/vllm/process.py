@@ -48,7 +48,7 @@ from slipstream.runtime.model_files import end_token_ids
 from slipstream.runtime.process import run_in_thread
 
 _STOP_GRACE_S = 1.0
-"""The engine process holds no state worth waiting for."""
+"""Short, because the engine process holds no state worth waiting for."""
 _ABANDON_TIMEOUT_S = 5.0
 PROFILES = Path(tempfile.gettempdir()) / f"slipstream-profile-{os.getpid()}"
 _MAX_TEMPDIR_BYTES = 45
@@ -96,28 +96,34 @@ def engine_arguments(
         pipeline_parallel_size=engine.pipeline_parallel_size,
         enable_expert_parallel=engine.expert_parallel,
         distributed_executor_backend="uni" if engine.num_workers == 1 else "mp",
-        # With a cache size, vLLM only checks at startup that this share of the GPU is free.
-        gpu_memory_utilization=engine.gpu_memory_utilization if engine.kv_cache_gib is None else _LEAST_SHARE,
-        kv_cache_memory_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30),
         enforce_eager=is_cpu if engine.enforce_eager is None else engine.enforce_eager,
-        # Pays off for multi-turn answers. Required to record experts, which vLLM stores per cached block.
-        enable_prefix_caching=records
-        or (reads_text if engine.enable_prefix_caching is None else engine.enable_prefix_caching),
         enable_return_routed_experts=records,
         max_num_batched_tokens=engine.max_num_batched_tokens,
-        kv_cache_dtype=engine.kv_cache_dtype,
         quantization=engine.quantization,
         logprobs_mode="processed_logprobs",
         worker_extension_cls=f"{WeightWorker.__module__}.{WeightWorker.__qualname__}",
         seed=seed,
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        **_cache_arguments(engine, reads_text=reads_text, records=records),
         **lora_arguments(model.lora, targets=lora_targets),
         **(image_arguments(is_cpu=is_cpu) if has_images else {}),
         # On a CPU, a seeded request with a chunked prompt crashes the engine process: vLLM rewinds the request's random
         # generator, which torch does not support there.
         **({"profiler_config": _PROFILER, "enable_chunked_prefill": False if is_cpu else None} | engine.engine_kwargs),
     )
+
+
+def _cache_arguments(engine: VllmEngineConfig, *, reads_text: bool, records: bool) -> dict[str, Any]:
+    size_gib, caches_prefixes = engine.kv_cache_gib, engine.enable_prefix_caching
+    return {
+        # With a cache size, vLLM only checks at startup that this share of the GPU is free.
+        "gpu_memory_utilization": engine.gpu_memory_utilization if size_gib is None else _LEAST_SHARE,
+        "kv_cache_memory_bytes": None if size_gib is None else int(size_gib * 2**30),
+        "kv_cache_dtype": engine.kv_cache_dtype,
+        # Pays off for multi-turn answers. Required to record experts, which vLLM stores per cached block.
+        "enable_prefix_caching": records or (reads_text if caches_prefixes is None else caches_prefixes),
+    }
 
 
 def _check_arguments(engine: VllmEngineConfig, *, is_cpu: bool, records: bool) -> None:
@@ -206,7 +212,7 @@ def _stop_fork_server() -> None:
     server: Any = forkserver._forkserver
     os.kill(server._forkserver_pid, signal.SIGKILL)
     server._stop()
-    # It ends after the engine's last process.
+    # It ends only after the engine's last process, so wait in a thread.
     stopping = run_in_thread(resource_tracker._resource_tracker._stop, name="stop-tracker")  # type: ignore[attr-defined]
     with suppress(TimeoutError):
         stopping.result(timeout=_STOP_GRACE_S)
@@ -216,7 +222,7 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
     """Start vLLM, or stop what has started after `timeout_s`. Raises EngineError."""
     forget_fatal_error()
     own = Path(os.environ.get(SOCKETS, SOCKETS_PREFIX))
-    # A stopped engine's may still be named.
+    # The folder of a stopped engine may still be named.
     is_unset = own.name.startswith(SOCKETS_PREFIX) and not own.is_dir()
     if is_unset and len(tempfile.gettempdir().encode()) <= _MAX_TEMPDIR_BYTES:
         os.environ[SOCKETS] = tempfile.mkdtemp(prefix=SOCKETS_PREFIX)
@@ -242,7 +248,7 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
 async def stop_llm(llm: AsyncLLM) -> None:
     """Shut down the engine process, then kill the rest, within seconds."""
     if llm.output_handler:
-        # It would log an error.
+        # It would log the end of the engine process as an error.
         llm.output_handler.cancel()
     # On a CPU, leaving the process group takes longer than any grace.
     await asyncio.to_thread(llm.shutdown, 0.0 if current_platform.is_cpu() else _STOP_GRACE_S)
@@ -266,7 +272,7 @@ def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if current_platform.is_cpu():
-        # vLLM would start a process, because this might initialize a GPU.
+        # vLLM would inspect a model class in a new process, because the import might initialize a GPU.
         registry._run_in_subprocess = lambda inspect: inspect()
     try:
         llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[LoadRecorder])

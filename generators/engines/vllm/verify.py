@@ -153,7 +153,7 @@ class RecordedLoad(TorchDispatchMode):
         for index, (path, layer) in enumerate(self._layers.items()):
             shard = getattr(layer, "shard_indices", None)
             if shard and not shard.num_org_elements:
-                # Only padding, which vLLM does not load again.
+                # This part of a small vocabulary is only padding, which vLLM does not load again.
                 compared |= {id(parameter) for parameter in layer._parameters.values()}
                 continue
             calls, kernel = self._calls[path].kept, getattr(layer, "cpu_linear", nn.functional.linear)
@@ -260,6 +260,6 @@ def _not_passed(sent: dict[str, Tensor], passed: Sequence[Any]) -> list[str]:
 
 
 def _fingerprint(tensor: Tensor) -> tuple[int, ...]:
-    """Does not depend on the order of elements."""
+    """Fingerprint that does not depend on the order of elements."""
     bits = tensor.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
     return tensor.numel(), int(bits.sum(dtype=torch.int64)), int((bits * bits).sum(dtype=torch.int64))

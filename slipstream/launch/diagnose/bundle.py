@@ -26,7 +26,7 @@ _LINES, _LOG_BYTES = 300, 2**22
 
 
 class Subject(NamedTuple):
-    """Settings to check, and a run to diagnose."""
+    """Settings to check, and the run to diagnose, if any."""
 
     run: RunConfig
     folder: Path | None
@@ -59,7 +59,7 @@ def write_bundle(path: Path, subject: Subject, findings: Sequence[Result], *, kn
         with draft.open("xb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
             draft.chmod(0o600)
             for name, text in _contents(subject, findings, known=known):
-                # Again: the writers of these files may not have known all secrets.
+                # Mask again: the writers of these files may not have known all secrets.
                 data = mask(text, known=known).encode()
                 entry = tarfile.TarInfo(f"{path.name.removesuffix(_ENDING)}/{name}")
                 entry.size, entry.mtime = len(data), int(time.time())

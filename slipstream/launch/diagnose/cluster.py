@@ -1,4 +1,4 @@
-"""`slipstream diagnose cluster`: check a machine and its connection to a broker."""
+"""`slipstream diagnose cluster`: check a machine and its connection to a broker, without joining."""
 
 import socket
 import time

@@ -157,9 +157,9 @@ def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -
 def _of_surroundings(run: RunConfig, folder: RunFolder, *, is_live: bool) -> list[Check]:
     found = [Check("token", lambda: machine.check_token(run, is_joining=False))]
     if run.cluster.network and not is_live:
-        for name, check in {"interface": machine.check_interface, "ports": machine.check_ports}.items():
-            found.append(Check(name, partial(check, run.cluster)))
-    # As if resuming an existing run.
+        found.append(Check("interface", lambda: machine.check_interface(run.cluster)))
+        found.append(Check("ports", lambda: machine.check_ports(run.cluster)))
+    # Check an existing run as if resuming it.
     tried = surroundings(msgspec.structs.replace(run, resume="auto") if folder.has_run else run)
     for name in (each for each in _SURROUNDINGS if each in tried):
         find = partial(_surrounding, name, run, is_live=is_live, check=tried[name])
@@ -185,9 +185,9 @@ def _last_run(subject: Subject) -> Result | list[Result]:
     return Result("last run", "skipped", f"there is no run {name!r}: {others}")
 
 
-# In threads, because a call that hangs on a dead mount cannot end.
 def _within(timeout_s: float, function: Callable[[], T]) -> T:
     try:
+        # A call that hangs on a dead mount cannot end.
         return run_in_thread(function, name="read").result(timeout=timeout_s)
     except TimeoutError:
         must = f"the run folder must be readable within {timeout_s:g} s"
@@ -200,6 +200,7 @@ def _await(check: Check, future: "Future[Result | list[Result]]", *, started_at:
         return found if isinstance(found, list) else [found]
     except TimeoutError:
         return [Result(check.name, "fail", f"no answer within {check.timeout_s:g} s", fix=_DEAD_MOUNT)]
-    except Exception as error:  # ours, or a fault that the check did not expect
+    # Ours, or a fault that the check did not expect, such as an exit.
+    except (Exception, SystemExit) as error:
         kind = "" if isinstance(error, ConfigError | BrokerError | ReplayBufferError) else f"{type(error).__name__}: "
         return [Result(check.name, "fail", f"{kind}{error}", fix=check.fix)]

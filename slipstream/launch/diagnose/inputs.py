@@ -28,7 +28,7 @@ _COPY_AGAIN = "copy or download the folder again, and compare its checksums with
 
 
 def check_store(run: RunConfig, folder: Path, *, is_live: bool) -> list[Result]:
-    """Query the run's server, if it is up. Raises StoreUnavailableError."""
+    """Query the run's server, an embedded one only during the run. Raises StoreUnavailableError."""
     config = run.buffer.store
     if run.mode == "sft":
         return [Result("store", "skipped", "mode=sft has none")]
@@ -65,7 +65,7 @@ def judge_server(info: Mapping[str, Any], *, address: str, is_durable: bool) -> 
 
 
 def check_model_folder(run: RunConfig) -> list[Result]:
-    """Check config, tokenizer, and files of weights. Raises ConfigError."""
+    """Check config, tokenizer, and weights without loading them. Raises ConfigError."""
     path = run.model.path
     if not Path(path).exists() and any(Path(step.creates) == Path(path) for step in run.prepare):
         return [Result("model", "skipped", f"{path} is not made yet: `slipstream prepare` and every run make it")]

@@ -65,8 +65,12 @@ def check_packages(run: RunConfig, installed: Installed, stated: Sequence[Requir
     if missing := [name for name in names if name not in installed and name not in unused]:
         return Result("packages", "fail", f"missing: {', '.join(missing)}", fix=_INSTALL.format(build=build))
     here = {name: (installed[name], each.specifier) for name, each in names.items() if name in installed}
-    wrong = {name: pair for name, pair in here.items() if not pair[1].contains(pair[0], prereleases=True)}
-    if other := [f"{name} {found} instead of {stated}" for name, (found, stated) in wrong.items()]:
+    other = [
+        f"{name} {version} instead of {wanted_versions}"
+        for name, (version, wanted_versions) in here.items()
+        if not wanted_versions.contains(version, prereleases=True)
+    ]
+    if other:
         return Result("packages", "warn", f"not tested with {'; '.join(other)}", fix=_INSTALL.format(build=build))
     return Result("packages", "ok", ", ".join(f"{name} {installed[name]}" for name in _SHOWN if name in installed))
 

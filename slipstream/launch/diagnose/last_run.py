@@ -66,7 +66,7 @@ def log_tail(path: Path, *, num_bytes: int = _READ_BYTES) -> list[str]:
     with path.open("rb") as file:
         start = max(0, path.stat().st_size - num_bytes)
         if start:
-            # Masking would miss the secret of a partial line.
+            # Skip a partial line, in which masking would miss a partial secret.
             file.seek(start - 1)
             file.readline()
         return file.read().decode(errors="replace").splitlines()

@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Result]:
-    """Try all parts in another process. After a crash or hang, later ones are skipped."""
+    """Try all parts in another process. A part that crashes or hangs fails; later ones are skipped."""
     module = ["-m", __name__] if program == Path(__file__) else [str(program)]
     try:
         done = subprocess.run([sys.executable, *module], capture_output=True, timeout=timeout_s, check=False)

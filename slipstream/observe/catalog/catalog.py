@@ -48,7 +48,7 @@ class Page(Record):
 
 
 class _Snapshot:
-    """All blocks at one moment. Immutable, for threads and caches."""
+    """All blocks at one moment. Immutable, so threads and caches may share it."""
 
     def __init__(self, blocks: list[Block], step_versions: dict[int, int]) -> None:
         self.blocks = blocks
@@ -89,7 +89,7 @@ class Catalog:
         """Read new trajectories; return whether any came. Raises ArchiveError."""
         with self._refreshing:
             step_versions = self._read_step_versions()
-            # Store first: a group that moves to the archive in between is found twice, not lost.
+            # Read the store first: a group that moves to the archive in between is found twice, not lost.
             parts = self._source.parts
             read = [part.blocks(step_versions) for part in reversed(parts)]
             seen = [block for blocks in reversed(read) for block in blocks]
@@ -189,7 +189,7 @@ class Catalog:
             return self._select(snapshot, query)
         if self.decoder is None:
             raise ConfigError("a condition on text needs a tokenizer to decode with, and none was found: name one.")
-        # Separate, so that another order does not search again.
+        # Separate from the fast conditions, so that another order does not search again.
         has_text = self._find_text(snapshot, text, self.decoder, is_cancelled)
         where = msgspec.structs.replace(query.where, text=None)
         chosen = self._select(snapshot, msgspec.structs.replace(query, where=where))
@@ -199,7 +199,7 @@ class Catalog:
         self, snapshot: _Snapshot, text: str, decoder: TokenDecoder, is_cancelled: Callable[[], bool]
     ) -> np.ndarray:
         last, known = self._found
-        # Cached for other pages and orders.
+        # Cache the last matches per block, for other pages and orders.
         found = {id(block): known[id(block)] for block in snapshot.blocks if last == text and id(block) in known}
         if missing := [block for block in snapshot.blocks if id(block) not in found]:
             # Cache the array before the threads share it. Arrow releases the GIL.

@@ -85,7 +85,7 @@ class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     media: list[Media] = []
     metrics: dict[str, float] = {}
     outcome: str = "retired"
-    """Its group's; a replay trains on retired groups."""
+    """Outcome of its group; a replay trains on retired groups."""
     reason: str = ""
     """Empty for retired."""
     steps: list[int] = []
@@ -105,7 +105,7 @@ class SourcedTrajectory(NamedTuple):
     """A trajectory from a file."""
 
     source: str
-    """Such as `rollouts.jsonl line 3`."""
+    """Position, such as `rollouts.jsonl line 3`."""
     stored: StoredTrajectory
 
 

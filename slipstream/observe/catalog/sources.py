@@ -100,8 +100,9 @@ class ArchiveSource:
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
         """Return a block per readable shard. Raises ArchiveError for a damaged manifest."""
         self.archive.refresh()
-        known = self._blocks.keys() | self._refused.keys()
-        for shard in (each for each in self.archive.shards if each.file not in known):
+        for shard in self.archive.shards:
+            if shard.file in self._blocks or shard.file in self._refused:
+                continue
             try:
                 with open_shard(self.archive.folder, shard) as dataset:
                     self._blocks[shard.file] = Block(read_rows(dataset, step_versions=step_versions), dataset)
@@ -113,7 +114,7 @@ class ArchiveSource:
         """Return known step -> the learner's version at its start. Raises ArchiveError."""
         if found := self._versions.update(lambda first: self.archive.steps(first_step=first)):
             return found
-        # A row has the version after its step.
+        # A metrics row has the version after its step, with which the next step starts.
         rows = read_metrics(self.run_folder / "metrics.jsonl")
         return ({1: 0} if rows else {}) | {row["step"] + 1: row["version"] for row in rows if "version" in row}
 
@@ -178,7 +179,7 @@ class StoreSource:
         for group in reversed(list(groups)) if is_newest_first else groups:
             seen.add(group.id)
             yield from (stored for stored in _members(group) if selected.matches(stored, decode=decode))
-        # Archive last: a group that moves in between is found twice, not lost.
+        # Read the archive last: a group that moves in between is found twice, not lost.
         archive = self._archive
         for stored in archive.read(selected, decode=decode, is_newest_first=is_newest_first) if archive else ():
             if stored.trajectory.group_id not in seen:

@@ -23,7 +23,7 @@ _NUMBERS = ("members", "reward", "tokens", "index")
 
 
 def list_groups(found: Iterable[StoredTrajectory], *, limit: int, decoder: TokenDecoder | None) -> tuple[Table, int]:
-    """Return (table with a line per group of selected members, number of lines)."""
+    """Return (table with a line per group of selected members, number of lines). The text is of one member."""
     table = make_table("group", "members", "reward", *_TEXTS[: 2 * (decoder is not None)], *_COMMON, numbers=_NUMBERS)
     groups = (list(members) for _, members in groupby(found, key=lambda stored: stored.trajectory.group_id))
     for group in islice(groups, limit):
@@ -52,6 +52,7 @@ def list_trajectories(
 
 def _add(table: Table, stored: StoredTrajectory, *cells: object, tokens: float, versions: list[int]) -> None:
     steps = ",".join(map(str, stored.steps))
+    # Such as `3-5`, or `3` for a single version.
     span = "-".join(map(str, dict.fromkeys((*versions[:1], *versions[-1:]))))
     add_row(table, *cells, stored.state, f"{tokens:g}", span, steps, stored.trajectory.data_source, stored.reason)
 

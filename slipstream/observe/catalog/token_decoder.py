@@ -18,14 +18,14 @@ from slipstream.runtime.command_line import printable
 
 TOKENIZER = "tokenizer.json"
 _FIRST_SHIFTED = 256
-"""Byte-level tokenizers map other bytes to characters from here on."""
+"""Byte-level tokenizers map non-printable bytes to characters from here on."""
 _ROWS_AT_ONCE = 65536
 _TOKENS_AT_ONCE = 2**22
 EXCERPT = 48
 """Characters of a prompt or an answer in a list."""
 _EXCERPT_TOKENS = 2 * EXCERPT
 _ROWS_TRIED = 16
-"""Rows that must equal their joined pieces for a search of pieces."""
+"""Rows that must equal their joined pieces to search pieces instead of texts."""
 
 
 class TokenDecoder:

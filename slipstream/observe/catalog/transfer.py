@@ -41,7 +41,7 @@ def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | 
     require(not target.exists(), "OUT", "not exist yet", got=target, why="choose another name, or delete it")
     if not target.parent.is_dir():
         raise ConfigError(f"OUT must lie in a folder that exists, got {target}.")
-    # Readers never see a partial file.
+    # Renamed once complete: readers never see a partial file.
     temporary = target.with_name(f"{target.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -110,7 +110,7 @@ def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Importe
     found = chain.from_iterable(map(read_rollouts, files))
     # Evaluation answers are never trained on.
     groups = _grouped(each for each in found if each.stored.state != "evaluated")
-    # On the same disk, for `rename`.
+    # In the target's parent, so that it can be renamed.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
     try:
         with closing(ShardWriter(unfinished)) as writer:
@@ -135,11 +135,15 @@ def _content(shards: list[ShardEntry]) -> Imported:
 def _grouped(found: Iterable[SourcedTrajectory]) -> Iterator[StoredGroup]:
     seen: set[str] = set()
     for group_id, group in groupby(found, key=lambda sourced: sourced.stored.trajectory.group_id):
-        members = list(group)
-        key, why = f"{members[0].source}: the members of a group", "sort by group_id, and name each file once"
-        require(group_id not in seen, key, "stand together", got=f"another of group {group_id}", why=why)
-        for number, sourced in enumerate(members[1:], start=1):
-            _check_fits(sourced, members[:number])
+        members: list[SourcedTrajectory] = []
+        # Check each before the next is read, to report the first mistake of a file.
+        for sourced in group:
+            if members:
+                _check_fits(sourced, members)
+            else:
+                key, why = f"{sourced.source}: the members of a group", "sort by group_id, and name each file once"
+                require(group_id not in seen, key, "stand together", got=f"another of group {group_id}", why=why)
+            members.append(sourced)
         seen.add(group_id)
         first, trajectories = members[0].stored, [member.stored.trajectory for member in members]
         payloads = [encode(each) for each in sorted(trajectories, key=lambda each: each.index)]

@@ -89,7 +89,7 @@ class Feed:
     def _send(self, message: Message) -> None:
         for queue in list(self._queues):
             if queue.full():
-                # The browser reconnects and resumes.
+                # A slow client's browser reconnects and resumes at its last id.
                 self._disconnect(queue)
             else:
                 queue.put_nowait(message)

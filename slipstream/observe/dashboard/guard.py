@@ -102,7 +102,7 @@ class Guard:
             return None
         origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "same-origin")
         is_own = site == "same-origin" and origin in ("", f"http://{headers['host']}", f"https://{headers['host']}")
-        # A page cannot set a stream's headers.
+        # A stream sends the key in its query, because a page cannot set its headers.
         if is_own and is_equal(headers.get(KEY_HEADER) or request.query_params.get("key", ""), self._key):
             return None
         return PlainTextResponse(_NO_KEY, 403)

@@ -127,7 +127,7 @@ class Trajectories:
     def page(
         self, reader: ViewedRun, query: CatalogQuery, *, start: int, is_cancelled: Callable[[], bool]
     ) -> TrajectoryPage:
-        """Raises ConfigError, ReplayBufferError."""
+        """Return a page of trajectories. Raises ConfigError, ReplayBufferError."""
         catalog = self._catalog(reader)
         catalog.refresh()
         page = catalog.page(query, start=start, size=PAGE_ROWS, is_cancelled=is_cancelled)
@@ -147,7 +147,7 @@ class Trajectories:
             if known and known.was_live == is_live:
                 return known.catalog
             stack, archive = ExitStack(), reader.folder / "archive"
-            # A finished run's archive is complete without its server.
+            # Start no server: a finished run's archive is complete.
             where = reader.folder if is_live or not is_archive(archive) else archive
             catalog = stack.enter_context(open_catalog(str(where), starts_server=False))
             if known:

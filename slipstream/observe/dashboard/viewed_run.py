@@ -72,7 +72,7 @@ class ViewedRun(RunReader):
         self.events_seen: list[Event] = []
         """Events as of the last `view`."""
         self._health = Health(self._known_config)
-        # Separate, so that a slow store does not delay `poll`.
+        # Separate locks: `view` may block on the store without delaying `poll`.
         self._polling, self._viewing = threading.Lock(), threading.Lock()
         self._tail_read = (0, 0)
         self._tail: tuple[float, Row, dict[str, float]] = (0.0, {}, {})
@@ -97,7 +97,7 @@ class ViewedRun(RunReader):
             return rows
 
     def view(self) -> RunView:
-        """Takes seconds if the store does not answer."""
+        """Return the state. Takes seconds if the store does not answer."""
         with self._viewing:
             is_live = self.is_live
             # The run may have been resumed.

@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"the first word must name a logger: {', '.join(LOGGERS)} or module:Class.")
     name, *words = arguments
     is_stopping = on_stop_signal(lambda: None)
-    # Third-party code must not get it.
+    # Third-party code must not get the run's secret.
     os.environ.pop(TOKEN_VARIABLE, None)
     os.nice(_NICENESS)
     configure_logs(role_of(name))
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
             time.sleep(_POLL_EVERY_S)
         is_whole = process.close()
     if not is_whole:
-        # The logger's thread may never end.
+        # The logger's thread would keep this process alive.
         os._exit(TRY_AGAIN)
 
 
@@ -105,14 +105,14 @@ class LoggerProcess:
         """Build the logger once the first row, and its step, is known."""
         run, changes = self._run, self._reader.changes(after=self._bookmark.cursor)
         if not changes.rows:
-            # Back to a repeated step if a resume truncated the file.
+            # A resume may have truncated the file: move back to log repeated steps.
             self._keep(changes.position)
             return
         cursor = self._bookmark.cursor
         settings, identity = without_secrets(to_plain(run)), f"{run.name}-{self._bookmark.id}"
         logged = LoggedRun(run.name, identity, self._reader.folder.resolve(), settings, changes.rows[0]["step"])
         make = partial(make_logger, self._name, logged, run.logging.arguments.get(self._name, {}))
-        # The backlog arrives in one read.
+        # Make room for the backlog, which arrives in one read.
         self._delivery = Delivery(make, max_queue=_MAX_QUEUE + len(changes.rows))
         every = run.logging.samples_every_steps
         self._feed = Feed(self._reader, self._delivery, samples_every=every, cursor=cursor)

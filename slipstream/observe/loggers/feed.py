@@ -95,7 +95,7 @@ class Delivery:
 
     def _next(self) -> Entry | None:
         with self._changed:
-            # No deadline: an idle logger waits.
+            # No deadline: an idle logger waits for an entry or for close.
             self._changed.wait_for(lambda: self._waiting or self._is_closing)
             return self._waiting.popleft() if self._waiting else None
 
@@ -134,7 +134,7 @@ class Bookmark:
         self.id = str(known.get("id") or uuid.uuid4().hex[:12])
 
     def save(self, cursor: int) -> None:
-        """On a full disk, a restart repeats rows."""
+        """Write the position. On a full disk, a restart repeats rows."""
         self.cursor = cursor
         draft = self._path.with_suffix(".new")
         with suppress(OSError):
@@ -166,13 +166,13 @@ class Feed:
         self.num_lost += changes.num_lost
         self._cursor = changes.position
         for row in changes.rows:
-            # Only the last row moves the cursor.
+            # Only the last row moves the cursor: by then the logger has all rows.
             cursor = changes.position if row is changes.rows[-1] else 0
             self._delivery.put(Entry(row["step"], "log", (numbers_of(row),), cursor))
         self._curve.add(changes.rows)
-        # Last: if the store fails here, no row is lost.
+        # Read samples last: if the store fails here, no row is lost.
         due = [row["step"] for row in changes.rows if self._samples_every and row["step"] % self._samples_every == 0]
-        # The store has no answers of a backlog.
+        # Only the newest step: the store no longer holds the answers of a backlog.
         if due and (rows := read_samples(self._reader, due[-1], limit=_NUM_SAMPLES)):
             self._delivery.put(Entry(due[-1], "table", ("samples", SAMPLE_COLUMNS, rows)))
         is_due = is_last or self._clock() - self._drawn_at >= _CURVE_EVERY_S

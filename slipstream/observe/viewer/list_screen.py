@@ -167,7 +167,7 @@ _FIRST_ROWS = 256
 class ListScreen(Screen[None]):
     """The list. Queries run in a thread, so that keys keep working."""
 
-    # Textual does not load `CSS` for the first screen.
+    # Not `CSS`, which Textual does not load for an application's first screen.
     DEFAULT_CSS = """
     ListScreen #status { height: 1; }
     ListScreen #line { display: none; }
@@ -260,8 +260,10 @@ class ListScreen(Screen[None]):
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         with self._telling_errors():
-            where = msgspec.structs.replace(self._query.where, text=event.value or None)
-            where = where if self._edited == "text" else parse_conditions(event.value)
+            if self._edited == "text":
+                where = msgspec.structs.replace(self._query.where, text=event.value or None)
+            else:
+                where = parse_conditions(event.value)
             self.action_close_line()
             self._change(where=where)
 
@@ -288,7 +290,7 @@ class ListScreen(Screen[None]):
         self._change(is_descending=not self._query.is_descending)
 
     def action_clear(self) -> None:
-        self._change(where=_NEWEST_FIRST.where)
+        self._change(where=CatalogQuery().where)
 
     def action_group(self) -> None:
         if row := self._list.row(self._list.cursor):

@@ -21,7 +21,7 @@ TOKENS_AT_ONCE = 2048
 CENTERS = {"advantage": 0.0, "learner_log_ratio": 0.0, "ratio": 1.0}
 """Two-sided number -> center; others are colored from minimum to maximum."""
 _LOW, _HIGH = (200, 60, 60), (50, 160, 80)
-"""Far below and above the center; one-sided numbers use the second."""
+"""Backgrounds far below and above the center; one-sided numbers use the second."""
 _WRITTEN_BY_OTHERS = Style(dim=True)
 
 
@@ -58,7 +58,7 @@ def _scale(name: str, numbers: Sequence[float]) -> Callable[[float | None], Styl
             return Style()
         share = (number - center) / reach
         color = _HIGH if share > 0 else _LOW
-        # Keep small differences visible.
+        # Start at a third of the color, so that small differences are visible.
         strength = 0.35 + 0.65 * min(1.0, abs(share))
         red, green, blue = (round(part * strength) for part in color)
         return Style(color="white", bgcolor=f"rgb({red},{green},{blue})")
@@ -214,7 +214,7 @@ class GroupScreen(TokenScreen):
         yield Footer()
 
     def draw(self) -> None:
-        # As many tokens as of one trajectory.
+        # All members together show as many tokens as one trajectory.
         size = max(1, TOKENS_AT_ONCE // len(self._members))
         for column, detail in zip(self.query(".member Static").results(Static), self._members, strict=True):
             row = detail.row

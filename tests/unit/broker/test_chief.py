@@ -6,23 +6,9 @@ from typing import Any
 
 import pytest
 
+from slipstream.broker import messages
 from slipstream.broker.chief import LEASE_S
-from slipstream.broker.messages import (
-    NO_EPOCH,
-    Bye,
-    Drain,
-    Hello,
-    LeaseRequest,
-    LivingBrokers,
-    Member,
-    Members,
-    Ping,
-    Pong,
-    Prompts,
-    ReturnLeases,
-    Update,
-    Welcome,
-)
+from slipstream.broker.messages import Drain, Hello, LeaseRequest, LivingBrokers, Pong, Prompts, Update, Welcome
 from slipstream.broker.peers import PingRound
 from slipstream.broker.router import Router
 from slipstream.broker.transport.channels import MemoryBroker
@@ -157,7 +143,7 @@ def test_a_broker_that_has_just_started_or_hung_first_asks_who_is_alive(first, s
 def test_a_generator_that_goes_to_another_broker_keeps_its_leases(first, second):
     before = first.join("g0", is_ready=True)
     (prompt,) = before.lease(max_trajectories=2).prompts
-    before.exchange(Bye(is_moving=True))
+    before.exchange(messages.Bye(is_moving=True))
     after = FakePeer(second, "generator", "g0")
     for _ in range(int(2 * first.run.broker.lease_s)):
         after.exchange(Pong(-1.0, "ready", 0, lease_ids=[prompt.lease.id]))
@@ -255,7 +241,7 @@ def test_a_heartbeat_takes_one_call_for_many_peers_and_reaches_each_once_an_inte
         scene.clock.now += scene.run.broker.heartbeat_s / 16
         for number, peer in enumerate(peers):
             while (frames := peer.channel.receive(timeout_s=0)) is not None:
-                pings[number] += isinstance(decode(frames[0], Ping), Ping)
+                pings[number] += isinstance(decode(frames[0], messages.Ping), messages.Ping)
             peer.channel.send([encode(Pong(0.0, "ready", 0))])
             peer.read()
     assert set(pings.values()) <= {4, 5}
@@ -288,7 +274,7 @@ def test_generators_that_wait_cost_a_few_calls_a_round_and_not_some_each(crowd):
     assert calls["lease"] == 1
     assert sum(calls.values()) < 12, calls
     # A returned prompt goes to one of them at once.
-    peers[0].exchange(ReturnLeases([first.prompts[0].lease.id], "test"))
+    peers[0].exchange(messages.ReturnLeases([first.prompts[0].lease.id], "test"))
     scene.tick(0.1)
     answers = [answer for peer in peers[1:] for answer in peer.receive() if isinstance(answer, Prompts)]
     assert [len(answer.prompts) for answer in answers if answer.prompts] == [1]
@@ -328,16 +314,16 @@ def test_requests_that_can_be_answered_are_some_dozens_a_step_without_a_pause(tm
 def test_an_update_is_encoded_once_and_leaves_out_whom_else_it_goes_to(crowd):
     scene, _, peers = crowd
     learner = FakePeer(scene, "learner", "learner")
-    members = [Member(f"generator-{number:03}", "1") for number in range(NUM_PEERS - 1)]
+    members = [messages.Member(f"generator-{number:03}", "1") for number in range(NUM_PEERS - 1)]
     sent, send = [], scene.router._channel.send
     scene.router._channel.send = lambda identity, frames: sent.append(frames[0]) or send(identity, frames)
-    learner.exchange(Update(NO_EPOCH, members, 1, [], [], [], [], [], 1e-3, 60.0))
+    learner.exchange(Update(messages.NO_EPOCH, members, 1, [], [], [], [], [], 1e-3, 60.0))
     updates = [frame for frame in sent if b"Update" in frame]
     assert len(updates) == NUM_PEERS - 1
     assert len({id(frame) for frame in updates}) == 1
     assert len(updates[0]) < 200
     received = [[each for each in peer.receive() if isinstance(each, Update)] for peer in peers]
-    assert received == [[Update(NO_EPOCH, [], 1, [], [], [], [], [], 1e-3, 60.0)]] * (NUM_PEERS - 1) + [[]]
+    assert received == [[Update(messages.NO_EPOCH, [], 1, [], [], [], [], [], 1e-3, 60.0)]] * (NUM_PEERS - 1) + [[]]
 
 
 def test_changes_of_many_members_share_a_message_and_none_is_forgotten(crowd):
@@ -347,7 +333,7 @@ def test_changes_of_many_members_share_a_message_and_none_is_forgotten(crowd):
     learner.receive()
     for peer in peers:
         peer.send([encode(Pong(0.0, "updating", 0))])
-    told = [each for each in learner.receive() if isinstance(each, Members)]
+    told = [each for each in learner.receive() if isinstance(each, messages.Members)]
     assert len(told) <= 1
     scene.tick(0.1)
     newest = learner.receive()[-1]

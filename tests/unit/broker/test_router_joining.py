@@ -34,6 +34,7 @@ from slipstream.broker.messages import (
     Welcome,
 )
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread
+from slipstream.broker.transport.endpoints import machine_id
 from slipstream.broker.transport.session import QueueInbox
 from slipstream.buffer.codec import decode, encode, unpack
 from slipstream.buffer.records import Insertion
@@ -90,6 +91,18 @@ def test_a_second_learner_of_another_name_is_refused_and_its_orders_reach_nobody
     assert generator.receive() == []
     first.send([encode(order)])
     assert order in generator.receive()
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_generator_elsewhere_that_insists_on_broadcasts_needs_a_trusted_network(tmp_path: Path, trusted: bool):
+    cluster = {"trusted_network": trusted, "interface": "127.0.0.0/8"}
+    scene = RouterScene(tmp_path, settings={"cluster": cluster})
+    for machine, is_here in (("", True), (machine_id(), True), ("elsewhere", False)):
+        hello = structs.replace(HELLO, machine=machine, weight_transport="collective")
+        (answer,) = (each for each in greet(scene, hello) if isinstance(each, Welcome | Refuse))
+        assert isinstance(answer, Welcome) == (trusted or is_here)
+        needs = "weights.transport=collective on another machine needs cluster.trusted_network=true"
+        assert isinstance(answer, Welcome) or needs in answer.reason
 
 
 @cases(

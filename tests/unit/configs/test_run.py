@@ -36,6 +36,8 @@ MASKS = "algorithm.reward.mask_truncated"
     (f"{LONG_ANSWERS}:50}}]", "max_tokens of greedy in data.eval", "data.max_prompt_tokens (48), got 50"),
     ("mode=sft sft.train_path=a learner.sequence_parallel=2", "learner.num_ranks", "be a multiple of learner."),
     ("weights.publish_every_steps=3", "learner.checkpoint.every_steps", "weights.publish_every_steps (3), got 50"),
+    ("generators.group_size=1", "generators.group_size", "a group of one has no baseline"),
+    ("data.curriculum.low=0.5 data.curriculum.high=0.5", "data.curriculum.low", "be < high (0.5), got 0.5"),
     ("learner/engine=torch learner.num_ranks=2", "learner.num_ranks", "be 1 with learner/engine=torch, got 2"),
     (f"{ZERO}=2 learner.optimizer.name=muon", ZERO, "be 0 with learner."),
     (f"{ZERO}=1 algorithm.critic.optimizer.name=adamw_8bit", ZERO, "be 0 with algorithm.critic."),

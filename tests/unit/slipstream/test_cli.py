@@ -90,8 +90,11 @@ def assert_settings_exist(text: str) -> None:
 @cases(
     "arguments, sentence",
     (["--learner.max_steps=5"], "got `--learner.max_steps=5`: write learner.max_steps=5."),
+    (["run", "--learner.max_steps", "5"], "write learner.max_steps=5."),
+    (["run", "--max-steps=5"], "write learner.max_steps=5."),
     (["stat"], "no command `stat`, did you mean `status`?"),
     (["max_steps", "5"], "write learner.max_steps=5."),
+    (["run", "max_steps", "5"], "write learner.max_steps=5."),
     (["run", "xyzzy"], "key=value, got `xyzzy`"),
     (["xyzzy"], "no command `xyzzy`; there are: run, "),
     (["status", "--jso"], "--jso"),

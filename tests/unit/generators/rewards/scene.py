@@ -23,11 +23,11 @@ async def until(is_true: Callable[[], bool], *, timeout_s: float = 20.0) -> None
             await asyncio.sleep(0.01)
 
 
-def in_pool(config: RewardConfig, use: Callable[[RewardPool], Awaitable[T]]) -> T:
+def in_pool(config: RewardConfig, use: Callable[[RewardPool], Awaitable[T]], *, limit_s: float = 50.0) -> T:
     async def session() -> T:
         pool = RewardPool(config)
         try:
-            return await asyncio.wait_for(use(pool), 50)
+            return await asyncio.wait_for(use(pool), limit_s)
         finally:
             pool.close()
 

@@ -23,18 +23,8 @@ from tests.families import make_family, make_family_module
 from tests.metric_docs import EXPERTS as EXPERTS_TABLE
 from tests.metric_docs import keys_under
 from tests.tolerance import largest_difference
-from tests.unit.learner.builders import (
-    load,
-    make_groups,
-    make_run,
-    make_samples,
-    make_trainer,
-    measure,
-    members_of,
-    model_config,
-    weights,
-    zero,
-)
+from tests.unit.learner import builders
+from tests.unit.learner.builders import make_groups, make_run, make_samples, make_trainer, members_of, model_config
 
 ROWS = Layout("shared_rows", 8192, 64)
 LAYOUTS = [ROWS, Layout("shared_rows", 40, 32), Layout("one_row", 30, 30), Layout("one_per_row", 1)]
@@ -144,13 +134,13 @@ def test_no_packing_changes_the_loss_or_the_load(tmp_path: Path, layout: Layout)
     assert loads[0].sum(1).tolist() == [2 * sum(sample.num_inputs for sample in samples)] * 2
 
 
-@pytest.mark.parametrize("learner", [{"tokens_per_microbatch": 64}, {"engine": zero(0)}])
+@pytest.mark.parametrize("learner", [{"tokens_per_microbatch": 64}, {"engine": builders.zero(0)}])
 def test_microbatches_and_engines_do_not_change_the_step(tmp_path: Path, learner: dict):
     found = []
     for settings in ({}, learner):
         trainer = make_trainer(moe_run(tmp_path, learner=settings, router_aux_loss=0.5))
         metrics = trainer.step(make_groups(longest=20), learner_version=0, step=1)
-        found.append((weights(trainer), metrics))
+        found.append((builders.weights(trainer), metrics))
     (one, measured), (other, again) = found
     assert largest_difference(one, other) < 2e-5
     keys = [key for key in measured if "expert" in key or "aux" in key]
@@ -174,7 +164,7 @@ def logprobs(policy: Policy, groups: list[list[Trajectory]], layout: Layout, *, 
     if is_replayed:
         pairs = zip(samples, members, strict=True)
         samples = [dataclasses.replace(sample, experts=member.arrays[EXPERTS]) for sample, member in pairs]
-    return measure(policy, samples, layout)
+    return builders.measure(policy, samples, layout)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -237,7 +227,7 @@ def test_an_engine_records_what_the_learner_would_choose(tmp_path: Path):
     from slipstream.generators.engines.hf_engine import HfEngine
 
     path = make_family(tmp_path, "qwen3_moe")
-    policy = load(path)
+    policy = builders.load(path)
     prompts = [[6, 10, 4], [3, 5, 12, 7, 8, 2, 20], [9]]
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=9, seed=3)
 

@@ -287,7 +287,7 @@ def noisy(step, *, key):
 
 
 def noisy_row(step, **after):
-    """A step of a run whose reward is about 0.8, and about 0.5 from step 51 on; `after`: other values from then on."""
+    """Return the metrics of one step. At step 51, the reward falls from 0.8 to 0.5, and `after` replaces others."""
     level = 0.8 if step < FALLS_AT else 0.5
     usual = {"lag/mean": 1.0, "learner/idle_fraction": 0.05, "learner/ess": 0.95, "learner/grad_norm": 1.0}
     values = usual | (after if step >= FALLS_AT else {})
@@ -398,20 +398,23 @@ def test_noise_rises_and_few_steps_are_no_fall_and_windows_of_a_fall_do_not_over
     assert (windows.before, windows.after, windows.width) == (20, 40, 10)
 
 
-RECORDED = [
-    (100.0, "launcher", 1, "process started"),
-    (101.5, "launcher", 1, "roles started"),
-    (101.6, "generator-0", 2, "process started"),
-    (101.7, "learner", 3, "process started"),
-    (109.6, "generator-0", 2, "libraries loaded"),
-    (112.0, "generator-0", 2, "weights verified"),
-    (112.7, "learner", 3, "training"),
-    (142.7, "learner", 3, "trained"),
-    (143.2, "learner", 3, "finished"),
-    (143.4, "generator-0", 2, "draining"),
-    (145.0, "generator-0", 2, "stopped"),
-    (145.5, "launcher", 1, "roles ended"),
-]
+TIMELINE = """
+100.0 launcher    1 process started
+101.5 launcher    1 roles started
+101.6 generator-0 2 process started
+101.7 learner     3 process started
+109.6 generator-0 2 libraries loaded
+112.0 generator-0 2 weights verified
+112.7 learner     3 training
+142.7 learner     3 trained
+143.2 learner     3 finished
+143.4 generator-0 2 draining
+145.0 generator-0 2 stopped
+145.5 launcher    1 roles ended
+"""
+"""Time in seconds, role, process id, and stage."""
+FIELDS = [line.split(maxsplit=3) for line in TIMELINE.strip().splitlines()]
+RECORDED = [(float(at), role, int(pid), stage) for at, role, pid, stage in FIELDS]
 
 
 def write(folder: Path, stages: list[tuple[float, str, int, str]], *, damaged: bytes = b"") -> Path:
