@@ -60,7 +60,7 @@ class BareEngine:
                 max_model_len=run.model.max_length,
                 max_num_seqs=engine.max_num_seqs,
                 distributed_executor_backend="uni",
-                enforce_eager=engine.enforce_eager,
+                enforce_eager=engine.enforce_eager is not False,
                 enable_prefix_caching=False,
                 logprobs_mode="processed_logprobs",
                 seed=run.seed,
