@@ -10,8 +10,8 @@ from transformers import AddedToken, GPT2Config, GPT2LMHeadModel, Qwen2Tokenizer
 from slipstream.scripts.init_random_model import save_model
 from slipstream.scripts.make_digits_data import make_row, write_file, write_pair
 
-Problem = tuple[str, str]
-"""Prompt and correct answer."""
+Problem = tuple[str | list[dict[str, str]], str]
+"""Prompt, as text or chat messages, and correct answer."""
 
 
 def make_tokenizer(characters: str, *, texts: Sequence[str] = ()) -> Qwen2Tokenizer:
