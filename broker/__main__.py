@@ -32,9 +32,8 @@ from slipstream.broker.transport.zmq_channels import ZmqServerChannel, listen
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StoreUnavailableError
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S, open_storage
 from slipstream.buffer.records import RunState
-from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.embedded import EmbeddedRedis, RedisSupervisor
 from slipstream.buffer.redis.run_store import begin_run, open_run_store, store_url
-from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.buffer.role_reports import LAUNCHER
 from slipstream.buffer.sampling import RowCount
 from slipstream.cluster.observers import Observers, check_observers, observed

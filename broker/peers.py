@@ -19,10 +19,9 @@ from slipstream.broker.messages import (
     Pong,
     WeightTransport,
 )
-from slipstream.buffer.control import DRAIN_REQUEST
 from slipstream.buffer.records import Heartbeat
 from slipstream.buffer.role_reports import LEARNER
-from slipstream.buffer.store import Store
+from slipstream.buffer.store import DRAIN_REQUEST, Store
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 

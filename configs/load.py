@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import yaml
+from blake3 import blake3
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,7 +25,6 @@ from slipstream.configs.base import Config, ConfigError, require
 from slipstream.configs.cluster import PLACE
 from slipstream.configs.data import EVAL_NAME_PATTERN
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.configs.model_cache import cache_folder, gguf_step
 from slipstream.configs.run import NAME_PATTERN, RunConfig
 from slipstream.configs.schema import (
     LOGGERS,
@@ -520,3 +521,35 @@ _LOCAL_SETTINGS = ("broker.address=", "broker.token_file=", "name=", "runs_dir="
 def own_settings(overrides: list[str]) -> list[str]:
     """Overrides that a generator needs on any machine."""
     return [text for text in overrides if text.startswith(_OWN_SETTINGS) and not text.startswith(_LOCAL_SETTINGS)]
+
+
+# --- models converted from GGUF files --------------------------------------------------------------------------------
+_DIGITS = 16
+
+
+def cache_folder(name: str) -> Path:
+    """`$SLIPSTREAM_CACHE/NAME`, by default `~/.cache/slipstream/NAME`."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("SLIPSTREAM_CACHE") or user / "slipstream").absolute() / name
+
+
+def gguf_step(path: str) -> dict[str, Any] | None:
+    """Preparation step that converts a GGUF file; None for other models. Raises ConfigError if the file is missing.
+
+    The folder's name has a hash of the file, so that changes are converted.
+
+    Example: gguf_step("gguf:models/tiny.gguf") -> {"creates": "CACHE/tiny-0a55b7e139f2c61d", "module":
+        "slipstream.scripts.convert_gguf", "args": ["FOLDER/models/tiny.gguf", "--out=CACHE/tiny-0a55b7e139f2c61d"]}
+    """
+    file = Path(path.removeprefix("gguf:")).expanduser()
+    if not path.startswith("gguf:") and file.suffix != ".gguf":
+        return None
+    if not file.is_file():
+        raise ConfigError(f"model.path must be an existing GGUF file, got {path!r}: correct the path.")
+    digest = blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()[:_DIGITS]
+    folder = cache_folder(f"{file.stem}-{digest}")
+    return {
+        "creates": str(folder),
+        "module": "slipstream.scripts.convert_gguf",
+        "args": [str(file.absolute()), f"--out={folder}"],
+    }

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from slipstream.configs.advantages import RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.algorithm_terms import RemaxConfig
 from slipstream.configs.base import Config, ConfigError, require, require_storage
 from slipstream.configs.broker import BrokerConfig, LoggingConfig, MetricsConfig, WeightsConfig
 from slipstream.configs.buffer import (

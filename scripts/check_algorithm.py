@@ -14,9 +14,8 @@ import yaml
 from rich.table import Table
 from torch import Tensor
 
-from slipstream.configs.advantages import CustomAdvantageConfig
+from slipstream.configs.algorithm_terms import CustomAdvantageConfig, CustomPolicyLossConfig
 from slipstream.configs.base import ConfigError
-from slipstream.configs.policy_losses import CustomPolicyLossConfig
 from slipstream.learner.algorithms.inputs import AdvantageInputs, LossInputs
 from slipstream.learner.training.objective import load_formula
 from slipstream.runtime.command_line import make_console

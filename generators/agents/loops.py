@@ -20,9 +20,8 @@ from slipstream.configs.generators import (
     ToolConfig,
     ToolsAgentConfig,
 )
-from slipstream.generators.agents.environment_loop import EnvironmentLoop
+from slipstream.generators.agents.agent_processes import SILENT_FRACTION, AnswerQueue, EnvironmentLoop
 from slipstream.generators.agents.episode import AgentLoop, Episode, Turn
-from slipstream.generators.agents.external import SILENT_FRACTION, AnswerQueue
 from slipstream.generators.errors import PromptError, ToolError
 from slipstream.generators.tokenization import PromptEncoder
 from slipstream.generators.tools.call_format import ONLY, ToolCall, load_format

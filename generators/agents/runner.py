@@ -20,9 +20,8 @@ from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Media, Reward, Sampling, Trajectory, make_trajectory_id
 from slipstream.configs.generators import ExternalAgentConfig
 from slipstream.configs.run import RunConfig
-from slipstream.generators.agents.environment_loop import EnvironmentLoop
+from slipstream.generators.agents.agent_processes import AnswerQueue, EnvironmentLoop
 from slipstream.generators.agents.episode import AgentLoop, Episode, Scorer, Transcript
-from slipstream.generators.agents.external import AnswerQueue
 from slipstream.generators.agents.loops import build_loop
 from slipstream.generators.agents.model_server import ModelServer
 from slipstream.generators.agents.session import ChatForm

@@ -31,7 +31,6 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.broker import PROBE_SEQUENCES
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.generators.engines.vllm.adapter import lora_arguments
 from slipstream.generators.engines.vllm.health import LoadRecorder, forget_fatal_error, read_fatal_error
 from slipstream.generators.engines.vllm.patches import (
     SOCKETS,
@@ -40,7 +39,7 @@ from slipstream.generators.engines.vllm.patches import (
     record_routed_experts,
     remove_sockets,
 )
-from slipstream.generators.engines.vllm.weights import VLLM_PROCESSES, WeightWorker
+from slipstream.generators.engines.vllm.weights import VLLM_PROCESSES, WeightWorker, lora_arguments
 from slipstream.generators.errors import EngineError, EngineStartError
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import meta_model
