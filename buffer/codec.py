@@ -182,7 +182,14 @@ def _versions_used(trajectory: Trajectory) -> list[int]:
 
 def unpack(payload: bytes) -> Trajectory:
     """Decode and validate a payload. Raises RecordRefusedError with a one-word reason."""
-    trajectory = _decode_trajectory(payload)
+    fields = msgspec.structs.astuple(decode(payload, _WireTrajectory))
+    try:
+        values: list[Any] = [_restore(field) if type(field) is _Array else field for field in fields]
+        if arrays := values[_NAMED_ARRAYS]:
+            values[_NAMED_ARRAYS] = {name: _restore(array) for name, array in arrays.items()}
+    except ValueError as error:
+        raise RecordRefusedError("malformed", f"not a valid Trajectory: {error}") from None
+    trajectory = Trajectory(*values)
     _check_arrays(trajectory)
     _check_spans(trajectory)
     if trajectory.context_starts:
@@ -201,17 +208,6 @@ def check_additions(trajectory: Trajectory) -> None:
     _check_additions(trajectory)
     if not _is_short_name(trajectory.stop_reason):
         raise RecordRefusedError("names", f"a stop reason has 1 to 64 characters, got {trajectory.stop_reason!r:.80}")
-
-
-def _decode_trajectory(payload: bytes) -> Trajectory:
-    fields = msgspec.structs.astuple(decode(payload, _WireTrajectory))
-    try:
-        values: list[Any] = [_restore(field) if type(field) is _Array else field for field in fields]
-        if arrays := values[_NAMED_ARRAYS]:
-            values[_NAMED_ARRAYS] = {name: _restore(array) for name, array in arrays.items()}
-    except ValueError as error:
-        raise RecordRefusedError("malformed", f"not a valid Trajectory: {error}") from None
-    return Trajectory(*values)
 
 
 def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:

@@ -251,7 +251,12 @@ class BrokerClient:
                 self.outbox.reject(message)
                 self._on_message(message)
             case Members(generators=generators):
-                self._resend_order({each.member for each in generators})
+                connected = {each.member for each in generators}
+                joined, self._connected = connected - self._connected, connected
+                # New members may have missed the order, and the learner's main thread cannot resend it while the
+                # broadcast blocks. A generator that has handled it only repeats its answer.
+                if self.order and not joined.isdisjoint(self.order.members):
+                    self._channel.send([encode(self.order)])
                 self._on_message(message)
             case LivingBrokers():
                 if not self._moves(message) and self._route is None:
@@ -286,16 +291,6 @@ class BrokerClient:
         self._channel.reconnect(self._route.address)
         self._heard_at = self._next_hello_at = self._clock()
         return True
-
-    def _resend_order(self, connected: set[Member]) -> None:
-        """Repeat the newest order if some of its members are newly connected.
-
-        They may have missed it, and the learner's main thread cannot resend it while the broadcast blocks. A generator
-        that has handled it only repeats its answer.
-        """
-        joined, self._connected = connected - self._connected, connected
-        if self.order and not joined.isdisjoint(self.order.members):
-            self._channel.send([encode(self.order)])
 
 
 def _decode(frames: Frames) -> Message:

@@ -112,17 +112,6 @@ def _client_options(keys: Keys) -> Options:
     }
 
 
-def _server_options(keys: Keys) -> Options:
-    return _SERVER_OPTIONS | {
-        zmq.CURVE_SERVER: 1,
-        zmq.CURVE_SECRETKEY: keys.server_secret,
-        # Without an authenticator, libzmq accepts every client that knows the server's key.
-        zmq.ZAP_DOMAIN: _ZAP_DOMAIN.encode(),
-        zmq.ZAP_ENFORCE_DOMAIN: 1,
-        zmq.MAXMSGSIZE: PIECE_BYTES + _CURVE_BYTES,
-    }
-
-
 def check_free(address: str, *, network: IPv4Network | None = None) -> None:
     """Raise ChannelClosedError unless a broker can bind the address."""
     check_reach(address, setting=BROKER_ADDRESS, network=network)
@@ -171,7 +160,15 @@ class ZmqServerChannel:
         expected = {keys.client_public, *keys.guests}
         provider = SimpleNamespace(callback=lambda _domain, key: key in expected)
         self._authenticator.configure_curve_callback(domain=_ZAP_DOMAIN, credentials_provider=provider)
-        self._socket = _open(self._context, zmq.ROUTER, _server_options(keys))
+        options: Options = _SERVER_OPTIONS | {
+            zmq.CURVE_SERVER: 1,
+            zmq.CURVE_SECRETKEY: keys.server_secret,
+            # Without an authenticator, libzmq accepts every client that knows the server's key.
+            zmq.ZAP_DOMAIN: _ZAP_DOMAIN.encode(),
+            zmq.ZAP_ENFORCE_DOMAIN: 1,
+            zmq.MAXMSGSIZE: PIECE_BYTES + _CURVE_BYTES,
+        }
+        self._socket = _open(self._context, zmq.ROUTER, options)
         refusals = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         self._refusals = self._socket.get_monitor_socket(refusals)
         try:
@@ -272,8 +269,12 @@ class ZmqClientChannel:
             check_open(is_closed=self._socket.closed)
             self._flush()
             frames = _receive_now(self._socket)
-            if frames is not None or self._consume_wake():
+            if frames is not None:
                 return frames
+            # Clear only if set, so that a `wake` in between is not lost.
+            if self._is_woken.is_set():
+                self._is_woken.clear()
+                return None
             seconds_left = deadline - time.monotonic()
             if seconds_left <= 0:
                 return None
@@ -342,12 +343,6 @@ class ZmqClientChannel:
             # The socket pair may be closed.
             with suppress(OSError):
                 self._wakeup_sender.send(b"\0")
-
-    def _consume_wake(self) -> bool:
-        # Clear only if set, so that a `wake` in between is not lost.
-        if is_woken := self._is_woken.is_set():
-            self._is_woken.clear()
-        return is_woken
 
 
 def _open(context: zmq.Context, kind: int, options: Options) -> zmq.Socket:

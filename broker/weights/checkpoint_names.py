@@ -148,7 +148,23 @@ def check_layout(slots: Sequence[TensorSlot], names: CheckpointNames, *, dtype: 
     """
     metadata = names.metadata(getattr(torch, dtype))
     expected = {name: (list(shape), dtype_name(wire)) for name, shape, wire in metadata}
-    _check_names([slot.name for slot in slots], list(expected))
+    sent = [slot.name for slot in slots]
+    known = set(sent)
+    if missing := [name for name in expected if name not in known]:
+        raise WeightTransferError(f"every parameter must be sent, {missing[0]} and {len(missing) - 1} more were not")
+    if unknown := [name for name in sent if name not in expected]:
+        raise WeightTransferError(
+            f"every tensor must belong to a parameter of the model, {unknown[0]} and {len(unknown) - 1} more do not"
+        )
+    # Swapped names with equal shapes pass every other check.
+    for index, (name, expected_name) in enumerate(zip(sent, expected, strict=False)):
+        if name != expected_name:
+            raise WeightTransferError(
+                f"tensors must be in the model's order, with {expected_name} at index {index}, got {name}: "
+                "names were swapped or the models differ"
+            )
+    if len(sent) > len(expected):
+        raise WeightTransferError(f"every parameter must be sent once, got {len(sent)} tensors for {len(expected)}")
     for slot in slots:
         shape, own_dtype = expected[slot.name]
         if slot.shape != shape:
@@ -158,22 +174,3 @@ def check_layout(slots: Sequence[TensorSlot], names: CheckpointNames, *, dtype: 
             )
         if slot.dtype != own_dtype:
             raise WeightTransferError(f"tensor {slot.name} must have the engine's dtype {own_dtype}, got {slot.dtype}")
-
-
-def _check_names(names: list[str], expected: list[str]) -> None:
-    sent, known = set(names), set(expected)
-    if missing := [name for name in expected if name not in sent]:
-        raise WeightTransferError(f"every parameter must be sent, {missing[0]} and {len(missing) - 1} more were not")
-    if unknown := [name for name in names if name not in known]:
-        raise WeightTransferError(
-            f"every tensor must belong to a parameter of the model, {unknown[0]} and {len(unknown) - 1} more do not"
-        )
-    # Swapped names with equal shapes pass every other check.
-    for index, (name, expected_name) in enumerate(zip(names, expected, strict=False)):
-        if name != expected_name:
-            raise WeightTransferError(
-                f"tensors must be in the model's order, with {expected_name} at index {index}, got {name}: "
-                "names were swapped or the models differ"
-            )
-    if len(names) > len(expected):
-        raise WeightTransferError(f"every parameter must be sent once, got {len(names)} tensors for {len(expected)}")

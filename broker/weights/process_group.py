@@ -49,8 +49,17 @@ class EpochRank(NamedTuple):
 
 def listen(host: str, *, ports: Iterable[int]) -> dist.TCPStore:
     """Open the store at the first free port (0 for any). Raises WeightTransferError."""
-    # torch itself would listen on every interface.
-    listener = _listen_first(host, ports)
+    failure = ""
+    for port in ports:
+        try:
+            # torch itself would listen on every interface.
+            listener = socket.create_server((host, port), backlog=128)
+            break
+        except OSError as error:
+            failure = failure or f"{host}:{port}: {error}"
+    else:
+        must = "be an address of this machine with a free port"
+        raise WeightTransferError(f"the host of a rendezvous must {must}, got {failure}")
     return dist.TCPStore(
         host,
         listener.getsockname()[1],
@@ -59,17 +68,6 @@ def listen(host: str, *, ports: Iterable[int]) -> dist.TCPStore:
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
         master_listen_fd=listener.detach(),  # the store now owns and closes it
     )
-
-
-def _listen_first(host: str, ports: Iterable[int]) -> socket.socket:
-    failure = ""
-    for port in ports:
-        try:
-            return socket.create_server((host, port), backlog=128)
-        except OSError as error:
-            failure = failure or f"{host}:{port}: {error}"
-    must = "be an address of this machine with a free port"
-    raise WeightTransferError(f"the host of a rendezvous must {must}, got {failure}")
 
 
 def connect(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
@@ -100,8 +98,15 @@ def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Ev
         if (verdict := store.get("verdict")) != PROCEED:
             raise RuntimeError(verdict.decode())
         return
-    missing = ", ".join(str(rank) for rank in _missing_ranks(store, own, deadline, is_aborted))
-    problem = f"rank {missing} did not arrive in time" if missing else ""
+    missing = []
+    for rank in range(SENDER_RANK + 1, own.num_ranks):
+        # Not `wait`, because torch writes two lines to stderr for every timeout.
+        while not store.check([f"ready/{rank}"]):
+            if time.monotonic() >= deadline or (is_aborted and is_aborted.is_set()):
+                missing.append(str(rank))
+                break
+            time.sleep(_POLL_INTERVAL_S)
+    problem = f"rank {', '.join(missing)} did not arrive in time" if missing else ""
     store.set("verdict", problem.encode() or PROCEED)
     if problem:
         raise RuntimeError(problem)
@@ -110,16 +115,6 @@ def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Ev
 def seconds_left(deadline: float) -> float:
     """Return the seconds until the deadline, at least 0.001: torch treats 0 as no timeout."""
     return max(deadline - time.monotonic(), 0.001)
-
-
-def _missing_ranks(store: dist.Store, own: EpochRank, deadline: float, is_aborted: Event | None) -> Iterator[int]:
-    for rank in range(SENDER_RANK + 1, own.num_ranks):
-        # Not `wait`, because torch writes two lines to stderr for every timeout.
-        while not store.check([f"ready/{rank}"]):
-            if time.monotonic() >= deadline or (is_aborted and is_aborted.is_set()):
-                yield rank
-                break
-            time.sleep(_POLL_INTERVAL_S)
 
 
 @contextmanager

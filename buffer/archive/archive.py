@@ -15,7 +15,6 @@ from slipstream.buffer.archive.index import (
     LEDGER,
     MANIFEST,
     LedgerReader,
-    Manifest,
     ShardEntry,
     parse_manifest,
     read_manifest,
@@ -105,7 +104,13 @@ class Archive:
         """Read the manifest again. Raises ArchiveError as the constructor does."""
         manifest = read_manifest(self.folder)
         self.shards, self._sealed = manifest.shards, manifest.ledger
-        self.note = _unfinished(self.folder, manifest)
+        self.note = ""
+        if (manifest.unnamed or manifest.is_cut) and not is_held(self.folder, LOCK):
+            lacking = next(iter(manifest.unnamed), "the end of its last line")
+            self.note = (
+                f"{self.folder / MANIFEST} must be whole, but lacks {lacking}: its writer was killed, and resuming the "
+                "run completes it; or the file was damaged since, and must be restored from a copy."
+            )
 
     def steps(self, *, first_step: int = 1, last_step: float = math.inf) -> list[StepEntry]:
         """Ledger of these steps; empty if absent. Raises ArchiveError if it is damaged."""
@@ -178,16 +183,6 @@ class Archive:
             missing=num_missing,
             problems=problems,
         )
-
-
-def _unfinished(folder: Path, manifest: Manifest) -> str:
-    if not (manifest.unnamed or manifest.is_cut) or is_held(folder, LOCK):
-        return ""
-    lacking = next(iter(manifest.unnamed), "the end of its last line")
-    return (
-        f"{folder / MANIFEST} must be whole, but lacks {lacking}: its writer was killed, and resuming the run "
-        "completes it; or the file was damaged since, and must be restored from a copy."
-    )
 
 
 def whole_ledger(

@@ -189,7 +189,13 @@ class LedgerReader:
             parse = partial(parse_line, kind=_Step, schema=LEDGER_SCHEMA, where=self._path)
             found = whole_lines(file, parse, where=self._path, rule="hold a step", first=self._num_lines + 1)
             for entry, line in found:
-                self._enter(entry.step, line)
+                # A repeated step invalidates all later ones.
+                while self.places and next(reversed(self.places)) >= entry.step:
+                    self.places.popitem()
+                self.places[entry.step] = (self.num_bytes, len(line))
+                self.digest.update(line)
+                self.num_bytes += len(line)
+                self._num_lines += 1
                 if sealed and self.num_bytes == sealed.bytes:
                     is_checked = self.digest.hexdigest() == sealed.checksum
         if sealed and not is_checked:
@@ -198,15 +204,6 @@ class LedgerReader:
                 f"steps, up to step {sealed.last_step}), got {size} bytes with {self._num_lines} whole lines: it is "
                 "damaged; restore it from a copy, or continue the run without this archive by moving its folder away."
             )
-
-    def _enter(self, step: int, line: bytes) -> None:
-        # A repeated step invalidates all later ones.
-        while self.places and next(reversed(self.places)) >= step:
-            self.places.popitem()
-        self.places[step] = (self.num_bytes, len(line))
-        self.digest.update(line)
-        self.num_bytes += len(line)
-        self._num_lines += 1
 
     def read(self, *, first_step: int = 1, last_step: float = math.inf) -> Iterator[StepEntry]:
         """Yield the entries of these steps. Raises ArchiveError."""

@@ -17,7 +17,7 @@ from slipstream.buffer.archive.shards import TRAINABLE, read_column, read_shard
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.errors import ArchiveError
-from slipstream.buffer.records import StepEntry, StoredGroup
+from slipstream.buffer.records import StoredGroup
 from slipstream.buffer.sampling import Sample
 from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.run import RunConfig
@@ -107,7 +107,15 @@ def plan_replay(run: RunConfig) -> ReplayPlan:
         must = f"learner.max_steps must be <= {num_steps} to replay {archive}, got {run.learner.max_steps}"
         raise ConfigError(f"{must}: it holds {len(groups)} groups and {num_steps} steps.")
     replayed = steps[: run.learner.max_steps]
-    _check_complete(archive, replayed, groups)
+    stored = {group.id: [unpack(payload).id for payload in group.payloads] for group in groups}
+    for entry in replayed:
+        for group_id, names in zip(entry.group_ids, entry.trajectory_ids, strict=True):
+            if stored.get(group_id) != names:
+                raise ArchiveError(
+                    f"{archive} must hold all trajectories of step {entry.step} in its ledger, {', '.join(names)}, got "
+                    f"{', '.join(stored.get(group_id, [])) or 'none of them'}: `slipstream data verify {archive}` "
+                    "lists what else is missing."
+                )
     ones, none = [1.0] * per_step, [False] * per_step
     plan = {each.step: Sample(each.group_ids, each.weights or ones, each.reused or none) for each in replayed}
     return ReplayPlan(groups, plan)
@@ -123,15 +131,3 @@ def stored_groups(archive: Path) -> list[StoredGroup]:
         groups.append(StoredGroup(group_id, "retired", "", group[0].steps, payloads))
     # Stable: groups of one step keep the archive's order.
     return sorted(groups, key=lambda group: (not group.steps, group.steps[:1]))
-
-
-def _check_complete(archive: Path, steps: Iterable[StepEntry], groups: list[StoredGroup]) -> None:
-    stored = {group.id: [unpack(payload).id for payload in group.payloads] for group in groups}
-    for entry in steps:
-        for group_id, names in zip(entry.group_ids, entry.trajectory_ids, strict=True):
-            if stored.get(group_id) != names:
-                raise ArchiveError(
-                    f"{archive} must hold all trajectories of step {entry.step} in its ledger, {', '.join(names)}, got "
-                    f"{', '.join(stored.get(group_id, [])) or 'none of them'}: `slipstream data verify {archive}` "
-                    "lists what else is missing."
-                )

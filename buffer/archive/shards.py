@@ -113,8 +113,13 @@ def tabulate(stored: list[StoredTrajectory]) -> pa.Table:
     """Build a table with one row per trajectory. Raises pa.ArrowException, OverflowError (beyond 64 bits)."""
     trajectories = [each.trajectory for each in stored]
     rewards = [trajectory.reward for trajectory in trajectories]
-    columns = _list_columns(trajectories) | _fields(stored, _OUTCOME)
+    columns = _fields(stored, _OUTCOME)
     columns |= _fields(trajectories, [*_PLAIN, "num_tokens", "context_starts"])
+    offsets = pa.array([0, *accumulate(trajectory.num_tokens for trajectory in trajectories)], pa.int32())
+    for name, kind in _LISTS.items():
+        parts = [getattr(trajectory, name) for trajectory in trajectories]
+        values = np.concatenate(parts) if parts else np.empty(0, dtype=kind.to_pandas_dtype())
+        columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values, kind))
     columns["outcome"] = [each.state for each in stored]
     columns["schema_version"] = [SCHEMA_VERSION] * len(stored)
     columns |= {column: [getattr(reward, name) for reward in rewards] for name, column in _REWARD.items()}
@@ -136,7 +141,12 @@ def tabulate(stored: list[StoredTrajectory]) -> pa.Table:
 
 def from_batch(batch: pa.RecordBatch) -> Iterator[StoredTrajectory]:
     """Yield the rows of a batch without `missing_columns`. Arrays are views into the batch."""
-    lists = {name: _split(batch.column(name)) for name in _LISTS}
+    lists: dict[str, list[np.ndarray]] = {}
+    for name in _LISTS:
+        column = batch.column(name)
+        # Copies only booleans, which Arrow stores as bits.
+        offsets, values = column.offsets.to_numpy(), column.flatten().to_numpy(zero_copy_only=False)
+        lists[name] = [values[start:end] for start, end in pairwise((offsets - offsets[0]).tolist())]
     rows = batch.select([name for name in batch.schema.names if name not in lists]).to_pylist()
     for index, row in enumerate(rows):
         yield _stored(row, {name: arrays[index] for name, arrays in lists.items()})
@@ -167,22 +177,6 @@ def _fields(records: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: [getattr(record, name) for record in records] for name in names}
 
 
-def _list_columns(trajectories: list[Trajectory]) -> dict[str, Any]:
-    offsets = pa.array([0, *accumulate(trajectory.num_tokens for trajectory in trajectories)], pa.int32())
-    columns: dict[str, Any] = {}
-    for name, kind in _LISTS.items():
-        arrays = [getattr(trajectory, name) for trajectory in trajectories]
-        values = np.concatenate(arrays) if arrays else np.empty(0, dtype=kind.to_pandas_dtype())
-        columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values, kind))
-    return columns
-
-
-def _split(lists: pa.ListArray) -> list[np.ndarray]:
-    """One array per row; copies only booleans, which Arrow stores as bits."""
-    offsets, values = lists.offsets.to_numpy(), lists.flatten().to_numpy(zero_copy_only=False)
-    return [values[start:end] for start, end in pairwise((offsets - offsets[0]).tolist())]
-
-
 def _stored(row: dict[str, Any], arrays: dict[str, Any]) -> StoredTrajectory:
     known = {name: row[column] for name, column in _REWARD.items()}
     reward = Reward(parts=dict(row["reward_parts"]), turns=row.get("reward_turns") or [], **known)
@@ -205,6 +199,7 @@ log = structlog.get_logger(__name__)
 
 TRAINABLE = ~pc.field("outcome").isin(["quarantined", "rejected", "evaluated"])
 """Rows of groups that may be trained on."""
+_ADVICE = "it is damaged; restore it from a copy. The other shards can be read."
 _BATCH_ROWS = 256
 """Rows in memory at once."""
 
@@ -212,8 +207,19 @@ _BATCH_ROWS = 256
 @contextmanager
 def open_shard(folder: Path, shard: ShardEntry) -> Iterator[ds.Dataset]:
     """Open a shard. Maps all defects, including those found while reading, to ShardError."""
+    path = folder / shard.file
     try:
-        yield _open(folder, shard)
+        if not path.is_file():
+            raise ShardError(shard.file, f"must be in {folder}, but there is no such file: restore it from a copy.")
+        if (found := path.stat()).st_size != shard.bytes:
+            must = f"must have {shard.bytes} bytes, as the manifest says"
+            raise ShardError(shard.file, f"{must}, got {found.st_size}: {_ADVICE}")
+        if (written := _checksum(path, found.st_size, found.st_mtime_ns)) != shard.checksum:
+            raise ShardError(shard.file, f"must have checksum {shard.checksum}, got {written}: {_ADVICE}")
+        dataset = ds.dataset(str(path), format="parquet")
+        if reason := newer_schema(dataset.schema) or missing_columns(dataset.schema):
+            raise ShardError(shard.file, f"{reason}.")
+        yield dataset
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ShardError(shard.file, f"cannot be read ({reason}): {_ADVICE}") from None
@@ -231,24 +237,6 @@ def read_column(folder: Path, shard: ShardEntry, name: str, *, where: pc.Express
     """Text column of the rows that satisfy `where`, in order. Raises ShardError."""
     with open_shard(folder, shard) as dataset:
         return dataset.to_table(columns=[name], filter=where)[name].to_pylist()
-
-
-_ADVICE = "it is damaged; restore it from a copy. The other shards can be read."
-
-
-def _open(folder: Path, shard: ShardEntry) -> ds.Dataset:
-    path = folder / shard.file
-    if not path.is_file():
-        raise ShardError(shard.file, f"must be in {folder}, but there is no such file: restore it from a copy.")
-    if (found := path.stat()).st_size != shard.bytes:
-        must = f"must have {shard.bytes} bytes, as the manifest says"
-        raise ShardError(shard.file, f"{must}, got {found.st_size}: {_ADVICE}")
-    if (written := _checksum(path, found.st_size, found.st_mtime_ns)) != shard.checksum:
-        raise ShardError(shard.file, f"must have checksum {shard.checksum}, got {written}: {_ADVICE}")
-    dataset = ds.dataset(str(path), format="parquet")
-    if reason := newer_schema(dataset.schema) or missing_columns(dataset.schema):
-        raise ShardError(shard.file, f"{reason}.")
-    return dataset
 
 
 @cache

@@ -278,19 +278,6 @@ class EmbeddedRedis:
             self._private_socket.unlink(missing_ok=True)
 
     def _popen(self, changed: dict[str, str]) -> psutil.Popen:
-        with self.log_path.open("ab") as log:
-            return psutil.Popen(self._command_line(changed), stdout=log, stderr=log, **self._detached)
-
-    def _await_start(self, process: psutil.Process, url: str, deadline: float) -> None:
-        with connect(url) as client:
-            # With a damaged log, a server first answers that it is loading, then dies.
-            while not _answers(client):
-                if _has_exited(process, within_s=_TICK_S):
-                    raise StoreUnavailableError(f"the embedded store died at its start; {self.log_tail()}")
-                if time.monotonic() > deadline:
-                    raise StoreUnavailableError(f"the embedded store did not answer in time; {self.log_tail()}")
-
-    def _command_line(self, changed: dict[str, str]) -> list[str]:
         process = {
             "port": "0",
             "unixsocket": str(self._socket),
@@ -302,7 +289,18 @@ class EmbeddedRedis:
             "daemonize": "no",
         }
         settings = self._settings | process | changed
-        return [str(find_redis_binary()), *(word for name, value in settings.items() for word in (f"--{name}", value))]
+        words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+        with self.log_path.open("ab") as log:
+            return psutil.Popen([str(find_redis_binary()), *words], stdout=log, stderr=log, **self._detached)
+
+    def _await_start(self, process: psutil.Process, url: str, deadline: float) -> None:
+        with connect(url) as client:
+            # With a damaged log, a server first answers that it is loading, then dies.
+            while not _answers(client):
+                if _has_exited(process, within_s=_TICK_S):
+                    raise StoreUnavailableError(f"the embedded store died at its start; {self.log_tail()}")
+                if time.monotonic() > deadline:
+                    raise StoreUnavailableError(f"the embedded store did not answer in time; {self.log_tail()}")
 
     @contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
