@@ -52,7 +52,8 @@ _TYPE_NAMES = {
 def load(overrides: list[str]) -> RunConfig:
     """Compose the presets with `overrides` (`a.b=c`, `group=option`). Raises ConfigError.
 
-    A recipe replaces the experiment's algorithm and filter.
+    A recipe replaces the experiment's algorithm and filter, `learner.max_steps` the `learner.epochs` of a file, and the
+    cache's folder a GGUF file, which `prepare` converts.
     """
     groups()  # registers the generated options before Hydra looks them up
     data = _compose(overrides)
@@ -61,8 +62,15 @@ def load(overrides: list[str]) -> RunConfig:
         data["algorithm"] = chosen["algorithm"]
         if isinstance(data["buffer"], dict):
             data["buffer"]["filter"] = chosen["buffer"]["filter"]
-    _resolve_training_length(data, overrides)
-    _resolve_gguf(data)
+    given, learner = {each.key_or_group for each in parse(overrides)}, data["learner"]
+    if isinstance(learner, dict) and learner.get("epochs") is not None and "learner.max_steps" in given:
+        must, why = "not be set with learner.epochs, which determines it", "remove one, or set learner.epochs=null"
+        require("learner.epochs" not in given, "learner.max_steps", must, got="both", why=why)
+        learner["epochs"] = None
+    model = data["model"]
+    if isinstance(model, dict) and (step := gguf_step(str(model.get("path")))):
+        model["path"] = step["creates"]
+        data["prepare"] = [step, *(data.get("prepare") or [])]
     _derive(data)
     return convert(data, RunConfig)
 
@@ -92,24 +100,6 @@ def _without_experiment(overrides: list[str]) -> list[str]:
     if not any(text.startswith("recipe=") and text != "recipe=none" for text in overrides):
         return []
     return [text for text in overrides if not text.startswith("experiment=")]
-
-
-def _resolve_training_length(data: dict[str, Any], overrides: list[str]) -> None:
-    """Let `learner.max_steps` replace `learner.epochs` of a file. Raises ConfigError for both."""
-    given, learner = {each.key_or_group for each in parse(overrides)}, data["learner"]
-    if not isinstance(learner, dict) or learner.get("epochs") is None or "learner.max_steps" not in given:
-        return
-    must, why = "not be set with learner.epochs, which determines it", "remove one, or set learner.epochs=null"
-    require("learner.epochs" not in given, "learner.max_steps", must, got="both", why=why)
-    learner["epochs"] = None
-
-
-def _resolve_gguf(data: dict[str, Any]) -> None:
-    """Replace a GGUF file by its folder in the cache, and prepend the step that makes it."""
-    model = data["model"]
-    if isinstance(model, dict) and (step := gguf_step(str(model.get("path")))):
-        model["path"] = step["creates"]
-        data["prepare"] = [step, *(data.get("prepare") or [])]
 
 
 def _derive(data: dict[str, Any]) -> None:

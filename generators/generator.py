@@ -425,7 +425,11 @@ class Generator:
         self._return_leases([prompt.lease.id], str(error))
         # Any other error would affect every prompt.
         if isinstance(error, PromptError):
-            self._pause()
+            # Back off, once per request.
+            if (now := self._clock()) >= self._paused_until:
+                self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S) or _FIRST_PAUSE_S
+                self._paused_until = now + self._pause_s
+                asyncio.get_running_loop().call_later(self._pause_s, self.wake)
             self._report_problem(f"a prompt fails: {error}")
             # The failures must persist: one crash can fail many answers at once.
             if self._num_prompt_errors >= _MAX_PROMPT_ERRORS and self._pause_s == _MAX_PAUSE_S:
@@ -433,13 +437,6 @@ class Generator:
                 self._fail(GeneratorError(f"{what}, the last one with: {error}"))
         elif isinstance(error, Exception):
             self._fail(error)
-
-    def _pause(self) -> None:
-        """Back off, once per request."""
-        if (now := self._clock()) >= self._paused_until:
-            self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S) or _FIRST_PAUSE_S
-            self._paused_until = now + self._pause_s
-            asyncio.get_running_loop().call_later(self._pause_s, self.wake)
 
     def _report_problem(self, problem: str) -> None:
         """Send the first problem of each kind for the launcher."""

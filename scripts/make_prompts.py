@@ -201,17 +201,14 @@ def make_environment_rows(
     require(len(found) >= rows + heldout_rows, "--rows + --heldout-rows", must, got=rows + heldout_rows, why=why)
 
     def convert(task: Values, **place: Any) -> Values:
-        row = make_row(_prompt_of(task), ground_truth=str(task.get("answer", "")), data_source=environment, **place)
+        prompt = task.get("prompt") or "(the environment opens the conversation)"
+        system = [{"role": "system", "content": task["system_prompt"]}] if task.get("system_prompt") else []
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        row = make_row([*system, *messages], ground_truth=str(task.get("answer", "")), data_source=environment, **place)
         # As text, because tasks of one set may have different fields.
         return row | {"task": msgspec.json.encode(task).decode()}
 
     _write(out, split_rows(found, rows, convert))
-
-
-def _prompt_of(task: Values) -> list[Values]:
-    prompt = task.get("prompt") or "(the environment opens the conversation)"
-    system = [{"role": "system", "content": task["system_prompt"]}] if task.get("system_prompt") else []
-    return [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else [*system, *prompt]
 
 
 # --- reasoning-gym ---------------------------------------------------------------------------------------------------

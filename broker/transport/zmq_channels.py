@@ -112,6 +112,17 @@ def _client_options(keys: Keys) -> Options:
     }
 
 
+def _server_options(keys: Keys) -> Options:
+    return _SERVER_OPTIONS | {
+        zmq.CURVE_SERVER: 1,
+        zmq.CURVE_SECRETKEY: keys.server_secret,
+        # Without an authenticator, libzmq accepts every client that knows the server's key.
+        zmq.ZAP_DOMAIN: _ZAP_DOMAIN.encode(),
+        zmq.ZAP_ENFORCE_DOMAIN: 1,
+        zmq.MAXMSGSIZE: PIECE_BYTES + _CURVE_BYTES,
+    }
+
+
 def check_free(address: str, *, network: IPv4Network | None = None) -> None:
     """Raise ChannelClosedError unless a broker can bind the address."""
     check_reach(address, setting=BROKER_ADDRESS, network=network)
@@ -160,15 +171,7 @@ class ZmqServerChannel:
         expected = {keys.client_public, *keys.guests}
         provider = SimpleNamespace(callback=lambda _domain, key: key in expected)
         self._authenticator.configure_curve_callback(domain=_ZAP_DOMAIN, credentials_provider=provider)
-        options: Options = _SERVER_OPTIONS | {
-            zmq.CURVE_SERVER: 1,
-            zmq.CURVE_SECRETKEY: keys.server_secret,
-            # Without an authenticator, libzmq accepts every client that knows the server's key.
-            zmq.ZAP_DOMAIN: _ZAP_DOMAIN.encode(),
-            zmq.ZAP_ENFORCE_DOMAIN: 1,
-            zmq.MAXMSGSIZE: PIECE_BYTES + _CURVE_BYTES,
-        }
-        self._socket = _open(self._context, zmq.ROUTER, options)
+        self._socket = _open(self._context, zmq.ROUTER, _server_options(keys))
         refusals = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         self._refusals = self._socket.get_monitor_socket(refusals)
         try:

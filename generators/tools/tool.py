@@ -131,7 +131,12 @@ class Tool:
         # The model calls instances of a class. One of a built-in class serves all answers. It is created now, so that
         # missing requirements fail at startup.
         is_class = inspect.isclass(function)
-        called = _called(function, setting=setting) if is_class else function
+        called: Any = function
+        if is_class:
+            called = next((vars(base)["__call__"] for base in function.__mro__ if "__call__" in vars(base)), None)
+            if called is None:
+                must = "name a class with callable instances"
+                raise ConfigError(f"{setting}.function must {must}, got {function.__qualname__}.")
         if shared is None:
             check_arguments(function, config, setting=setting)
             if is_class and self._is_built_in:
@@ -255,13 +260,6 @@ def check_arguments(function: Callable[..., Any], config: ToolConfig, *, setting
         raise ConfigError(
             f"{setting}.arguments must fit {config.function!r}, got {', '.join(config.arguments) or 'none'}: {error}."
         ) from error
-
-
-def _called(cls: Any, *, setting: str) -> Callable[..., Any]:
-    for base in cls.__mro__:
-        if "__call__" in vars(base):
-            return vars(base)["__call__"]
-    raise ConfigError(f"{setting}.function must name a class with callable instances, got {cls.__qualname__}.")
 
 
 def _schema(function: Callable[..., Any], *, name: str, bound: Any, setting: str) -> dict[str, Any]:

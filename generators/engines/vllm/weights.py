@@ -155,7 +155,12 @@ class ModelVersions:
             if self._is_loaded and self._second:
                 exchange(self.model, self._second)
             elif self._lora:
-                self._load_adapter(received)
+                load_adapter(self.model, received, settings=self._lora)
+                mismatch = first_adapter_mismatch(self.model, received, settings=self._lora)
+                # Only the probe checks slices of a split model.
+                if mismatch and self._config.parallel_config.world_size == 1:
+                    must = f"vLLM must hold {mismatch} as sent"
+                    raise WeightTransferError(f"{must}, but it holds different values or nothing")
             else:
                 uncompared = self._load(self.model, received, seconds)
         except WeightTransferError as error:
@@ -220,13 +225,6 @@ class ModelVersions:
             missed = f"{stale[0]} and {len(stale) - 1} more kept their old values"
             raise WeightTransferError(f"every parameter of the engine must be loaded, {missed}")
         return load
-
-    def _load_adapter(self, received: list[tuple[str, Tensor]]) -> None:
-        load_adapter(self.model, received, settings=self._lora)
-        mismatch = first_adapter_mismatch(self.model, received, settings=self._lora)
-        # Only the probe checks slices of a split model.
-        if mismatch and self._config.parallel_config.world_size == 1:
-            raise WeightTransferError(f"vLLM must hold {mismatch} as sent, but it holds different values or nothing")
 
 
 class KernelChecks:
