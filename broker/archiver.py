@@ -161,7 +161,13 @@ class Archiver:
         Raises StoreUnavailableError, StaleFenceError, StorageError, OSError; the next call retries.
         """
         self._steps.poll()
-        num_groups = self._move() if self._is_due() else 0
+        num_waiting, now, num_groups = self._store.counts().unarchived, self._clock(), 0
+        if not num_waiting:
+            self._waiting_since = None
+        else:
+            self._waiting_since = now if self._waiting_since is None else self._waiting_since
+            if num_waiting >= _GROUPS_PER_SHARD or now - self._waiting_since >= _FLUSH_S:
+                num_groups = self._move()
         self._write_steps()
         return num_groups
 
@@ -187,14 +193,6 @@ class Archiver:
             # Checks the fence: if this broker hung, another chief may have written elsewhere.
             self._store.forget([], fence=self._fence)
             self._mirror.send()
-
-    def _is_due(self) -> bool:
-        num_waiting, now = self._store.counts().unarchived, self._clock()
-        if not num_waiting:
-            self._waiting_since = None
-            return False
-        self._waiting_since = now if self._waiting_since is None else self._waiting_since
-        return num_waiting >= _GROUPS_PER_SHARD or now - self._waiting_since >= _FLUSH_S
 
     def _move(self) -> int:
         # Estimate how many fit, because all groups could exhaust the memory.

@@ -134,7 +134,16 @@ class Router:
         # Pacing may admit prompts without any message arriving.
         if self._leases.has_requests:
             timeout_s = min(timeout_s, _SERVE_INTERVAL_S)
-        self._receive_all(timeout_s=timeout_s)
+        with self._account.phase("waiting"):
+            received = self._channel.receive(timeout_s=timeout_s)
+        count = 0
+        while received is not None:
+            self._try(partial(self._handle, *received))
+            count += 1
+            # Bounded, so that a flood of messages does not delay Acks and pings.
+            if count >= _MAX_MESSAGES_PER_STEP or self._ingest.is_full:
+                break
+            received = self._channel.receive(timeout_s=0)
         # A sender deletes its copy on Ack, so send Acks only after the store has confirmed the insert.
         with self._account.phase("storing"):
             answers = self._ingest.flush()
@@ -167,18 +176,6 @@ class Router:
             self._next_reap_at = max(self._next_reap_at, self._clock() + _REAP_AFTER_OUTAGE_S)
 
     # --- receiving -----------------------------------------------------------------------------------------------
-    def _receive_all(self, *, timeout_s: float) -> None:
-        with self._account.phase("waiting"):
-            received = self._channel.receive(timeout_s=timeout_s)
-        count = 0
-        while received is not None:
-            self._try(partial(self._handle, *received))
-            count += 1
-            # Bounded, so that a flood of messages does not delay Acks and pings.
-            if count >= _MAX_MESSAGES_PER_STEP or self._ingest.is_full:
-                break
-            received = self._channel.receive(timeout_s=0)
-
     def _handle(self, identity: bytes, frames: Frames) -> None:
         try:
             message = decode_message(frames, max_bytes=self._run.broker.max_message_bytes)

@@ -368,22 +368,18 @@ def _hydra_argument(text: str, override: Override, *, chosen: set[str]) -> str:
         if option not in groups()[key]:
             raise ConfigError(unknown_option(key, option))
         return bare
-    _refuse_whole_record(text, key, override.value())
-    if "/" in key or ("." not in key and not any(setting.key == key for setting in settings())):
-        raise ConfigError(unknown_key(key))
-    return f"++{bare}"
-
-
-def _refuse_whole_record(text: str, key: str, value: object) -> None:
-    """Reject a value for a record, or for a variant's `kind`, which would keep the old fields."""
+    # A value for a record, or for a variant's `kind`, would keep the old fields.
     node = key.removesuffix(".kind").replace(".", "/")
     if node in groups():
-        options = groups()[node]
+        options, value = groups()[node], override.value()
         choice = f"{node}={value}" if value in options else f"{node}=OPTION, with one of {', '.join(options)}"
         raise ConfigError(f"a variant must be chosen with a slash, got `{text}`: write {choice}.")
     if below := [group for group in groups() if group.startswith(f"{node}/")]:
         advice = f"{siblings(f'{key}.')}; or choose an option of {', '.join(below)}"
         raise ConfigError(f"{key} is a record and must be set by its fields, got `{text}`: {advice}.")
+    if "/" in key or ("." not in key and not any(setting.key == key for setting in settings())):
+        raise ConfigError(unknown_key(key))
+    return f"++{bare}"
 
 
 # --- plain data to typed records; an error reads `key must …, got …` --------------------------------------------------

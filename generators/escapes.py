@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 Surroundings = dict[str, Any]
@@ -127,17 +128,12 @@ def _each_process(file: str) -> Iterator[str]:
     return (f"/proc/{name}/{file}" for name in os.listdir("/proc") if name.isdigit())
 
 
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
-
-
 @_attempt("secrets: the environment of the generator can be read")
 def _read_environment(around: Surroundings) -> bool:
-    names = {word.split(b"=")[0].decode() for path in _each_process("environ") for word in _read(path).split(b"\0")}
+    names: set[str] = set()
+    for path in _each_process("environ"):
+        with suppress(OSError), open(path, "rb") as file:
+            names |= {word.split(b"=")[0].decode() for word in file.read().split(b"\0")}
     return bool(names - {"", *around["variables"]})
 
 

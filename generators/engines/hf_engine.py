@@ -62,17 +62,11 @@ def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
     if 0 < sampling.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
     if sampling.top_p < 1:
-        logits = logits.masked_fill(~_nucleus(logits, sampling.top_p), -torch.inf)
+        # Keep the fewest tokens with a total probability of at least `top_p`.
+        ordered, order = logits.softmax(-1).sort(descending=True)
+        mass_before = ordered.cumsum(-1) - ordered
+        logits = logits.index_fill(0, order[mass_before >= sampling.top_p], -torch.inf)
     return logits
-
-
-def _nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """bool[V]: the fewest tokens with a total probability of at least `top_p`."""
-    ordered, order = logits.softmax(-1).sort(descending=True)
-    mass_before = ordered.cumsum(-1) - ordered
-    kept = torch.zeros_like(logits, dtype=torch.bool)
-    kept[order] = mass_before < top_p
-    return kept
 
 
 def _invert_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from multiprocessing import connection
 from queue import Empty, Full, Queue
@@ -136,7 +136,12 @@ class ModelVersions:
         self.checks = KernelChecks()
         try:
             tensors = buckets.unpack(self._maps.get(order.path, sizes=order.bucket_bytes), order.slots)
-            received = [*tensors, *self._tied(dict(tensors), order.tied)]
+            sent = dict(tensors)
+            # Tied tensors for layers with a separate copy, such as a packed head. `named_modules` lists a shared layer
+            # once: not a head that is the embedding itself.
+            own = {f"{path}.{name}" for path, layer in self.model.named_modules() for name in layer._parameters}
+            copied = [(name, sent[first]) for first, *others in order.tied for name in others if name in own]
+            received = [*tensors, *copied]
             seconds["map"] = time.perf_counter() - started_at
             if not order.lora and self._has_room_for_two():
                 self._second = self._second or second_copy(self.model)
@@ -173,13 +178,6 @@ class ModelVersions:
         is_possible = self._device.type == "cpu" and self._config.model_config.enforce_eager
         layers = self.model.modules()
         return is_possible and not any(isinstance(one, MLAAttention) or _has_kernel_of_experts(one) for one in layers)
-
-    def _tied(self, sent: dict[str, Tensor], tied: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tied tensors for layers with a separate copy, such as a packed head."""
-        # `named_modules` lists a shared layer once: not a head that is the embedding itself.
-        own = {f"{path}.{name}" for path, layer in self.model.named_modules() for name in layer._parameters}
-        for first, *others in tied:
-            yield from ((name, sent[first]) for name in others if name in own)
 
     def _load(self, model: nn.Module, received: list[tuple[str, Tensor]], seconds: dict[str, float]) -> list[str]:
         """Returns the tensors that could not be compared. Raises WeightTransferError."""
