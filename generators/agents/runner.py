@@ -220,31 +220,17 @@ class AgentRunner:
             if len(self._encoded) > _CACHED:
                 del self._encoded[next(iter(self._encoded))]
         token_ids, images = encoded
-        lease, training = prompt.lease, self._run.generators.sampling
-        # Evaluations have a separate temperature, so that accuracies are comparable.
-        config = training if lease.purpose == "train" else self._run.data.eval_set(lease.purpose) or training
-        # ReMax: the last member of a training group is the greedy baseline.
-        is_baseline = lease.purpose == "train" and index >= self._run.generators.group_size
-        sampling = Sampling(
-            temperature=0.0 if is_baseline else config.temperature,
-            top_p=1.0 if is_baseline else training.top_p if config.top_p is None else config.top_p,
-            top_k=-1 if is_baseline else training.top_k if config.top_k is None else config.top_k,
-            max_tokens=config.max_tokens or training.max_tokens,
-            seed=self._seed(lease, index),
-            min_p=None if is_baseline else training.min_p or None,
-            ignore_eos=training.ignore_eos,
-        )
         return Episode(
             id=make_trajectory_id(prompt.lease.id, index),
             prompt=prompt,
             contexts=[Transcript(token_ids)],
             images=images,
-            sampling=sampling,
-            stop=[*training.stop, *training.stop_token_ids],
+            sampling=self._sampling(prompt.lease, index),
+            stop=[*self._run.generators.sampling.stop, *self._run.generators.sampling.stop_token_ids],
             max_length=self._run.model.max_length,
             engine=self._engine,
             encoder=self._encoder,
-            seed_of=partial(self._seed, lease, index),
+            seed_of=partial(self._seed, prompt.lease, index),
         )
 
     def _trajectory(self, episode: Episode, index: int, *, reward: Reward, started_at: float) -> Trajectory:
@@ -282,6 +268,22 @@ class AgentRunner:
 
     def _seed(self, lease: Lease, index: int, turn: int = 0) -> int:
         return request_seed(self._run.seed, group_id=lease.group_id, attempt=lease.attempt, index=index, turn=turn)
+
+    def _sampling(self, lease: Lease, index: int) -> Sampling:
+        training = self._run.generators.sampling
+        # Evaluations have a separate temperature, so that accuracies are comparable.
+        config = training if lease.purpose == "train" else self._run.data.eval_set(lease.purpose) or training
+        # ReMax: the last member of a training group is the greedy baseline.
+        is_baseline = lease.purpose == "train" and index >= self._run.generators.group_size
+        return Sampling(
+            temperature=0.0 if is_baseline else config.temperature,
+            top_p=1.0 if is_baseline else training.top_p if config.top_p is None else config.top_p,
+            top_k=-1 if is_baseline else training.top_k if config.top_k is None else config.top_k,
+            max_tokens=config.max_tokens or training.max_tokens,
+            seed=self._seed(lease, index),
+            min_p=None if is_baseline else training.min_p or None,
+            ignore_eos=training.ignore_eos,
+        )
 
     async def _score(self, episode: Episode, index: int, comparison: Comparison | None) -> Reward:
         prompt, last = episode.prompt, episode.turns[-1]

@@ -17,7 +17,7 @@ from slipstream.buffer.redis.connection import CommandPacker, RetryPolicy, is_tr
 from slipstream.buffer.redis.embedded import Fsyncer
 from tests.cases import cases
 
-FOLDER = resources.files("slipstream.buffer.redis.connection")
+FOLDER = resources.files("slipstream.buffer.redis") / "scripts"
 SOURCES = {Path(file.name).stem: file.read_text() for file in FOLDER.iterdir() if file.name.endswith(".lua")}
 PRELUDE = SOURCES.pop("prelude")
 
