@@ -222,11 +222,11 @@ class Tool:
         self._is_built_in = shared is not None or config.function in BUILT_IN
         self._slots = asyncio.Semaphore(config.max_concurrency)
         path = config.function
-        function = shared or BUILT_IN.get(path) or find_function(path, setting=f"{setting}.function")
+        function: Any = shared or BUILT_IN.get(path) or find_function(path, setting=f"{setting}.function")
         # The model calls instances of a class. One of a built-in class serves all answers. It is created now, so that
         # missing requirements fail at startup.
         is_class = inspect.isclass(function)
-        called: Any = function
+        called = function
         if is_class:
             called = next((vars(base)["__call__"] for base in function.__mro__ if "__call__" in vars(base)), None)
             if called is None:
