@@ -24,8 +24,8 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
 from benchmarks.harness import make_parser, make_table, write_result
-from slipstream.buffer.archive.columns import SCHEMA, tabulate
 from slipstream.buffer.archive.index import MANIFEST, ManifestWriter, ShardEntry, next_shard
+from slipstream.buffer.archive.shards import SCHEMA, tabulate
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
 from slipstream.observe.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog

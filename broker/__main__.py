@@ -32,9 +32,8 @@ from slipstream.broker.transport.zmq_channels import ZmqServerChannel, listen
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StoreUnavailableError
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S, open_storage
 from slipstream.buffer.records import RunState
-from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.embedded import EmbeddedRedis, RedisSupervisor
 from slipstream.buffer.redis.run_store import begin_run, open_run_store, store_url
-from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.buffer.role_reports import LAUNCHER
 from slipstream.buffer.sampling import RowCount
 from slipstream.cluster.observers import Observers, check_observers, observed
@@ -65,7 +64,10 @@ def main(overrides: list[str]) -> None:
     exit_after_help(overrides, __doc__)
     shard, overrides = split_shard(overrides)
     run = with_epochs(load(overrides))
-    name = _name_of(run, shard)
+    is_one = shard.isdecimal() and shard.isascii() and int(shard) < run.broker.shards
+    must = f"be a number from 0 to {run.broker.shards - 1}"
+    require(is_one, "--shard", must, got=shard or "none", why="broker.shards says how many brokers the run has")
+    name = run.broker.names[int(shard)]
     configure_logs(name)
     # Check the configuration before the store starts.
     train, heldout = open_datasets(run)
@@ -84,7 +86,11 @@ def main(overrides: list[str]) -> None:
         folder.open()
         write_guest_tokens(folder, keys)
     folder.write_address(channel.address, broker=name)
-    supervisor = _make_supervisor(run, folder) if is_first else None
+    supervisor: RedisSupervisor | None = None
+    store = run.buffer.store
+    if is_first and not has_launcher() and isinstance(store, EmbeddedRedisConfig):
+        server = EmbeddedRedis(folder.store, durability=store.durability, max_memory_mib=store.max_memory_mib)
+        supervisor = RedisSupervisor(server, start_timeout_s=run.broker.store_timeout_s)
     try:
         if supervisor:
             supervisor.start()
@@ -102,22 +108,6 @@ def split_shard(arguments: list[str]) -> tuple[str, list[str]]:
         return "0", arguments
     at = arguments.index("--shard")
     return "".join(arguments[at + 1 : at + 2]), arguments[:at] + arguments[at + 2 :]
-
-
-def _name_of(run: RunConfig, shard: str) -> str:
-    is_one = shard.isdecimal() and shard.isascii() and int(shard) < run.broker.shards
-    must = f"be a number from 0 to {run.broker.shards - 1}"
-    require(is_one, "--shard", must, got=shard or "none", why="broker.shards says how many brokers the run has")
-    return run.broker.names[int(shard)]
-
-
-def _make_supervisor(run: RunConfig, folder: RunFolder) -> RedisSupervisor | None:
-    """Supervisor of the embedded store; None if the launcher runs it or the store is external."""
-    store = run.buffer.store
-    if has_launcher() or not isinstance(store, EmbeddedRedisConfig):
-        return None
-    server = EmbeddedRedis(folder.store, durability=store.durability, max_memory_mib=store.max_memory_mib)
-    return RedisSupervisor(server, start_timeout_s=run.broker.store_timeout_s)
 
 
 def _serve(

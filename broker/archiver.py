@@ -26,7 +26,7 @@ from slipstream.buffer.archive.index import LedgerWriter
 from slipstream.buffer.archive.shards import ShardWriter
 from slipstream.buffer.errors import ReplayBufferError, StaleFenceError, StorageError, StoreUnavailableError
 from slipstream.buffer.object_folder import ObjectFolder
-from slipstream.buffer.records import StepEntry, StoredGroup, image_names
+from slipstream.buffer.records import StepEntry, image_names
 from slipstream.buffer.role_reports import WaitsFor
 from slipstream.buffer.store import Store
 from slipstream.buffer.store_rules import NO_FENCE
@@ -161,7 +161,13 @@ class Archiver:
         Raises StoreUnavailableError, StaleFenceError, StorageError, OSError; the next call retries.
         """
         self._steps.poll()
-        num_groups = self._move() if self._is_due() else 0
+        num_waiting, now, num_groups = self._store.counts().unarchived, self._clock(), 0
+        if not num_waiting:
+            self._waiting_since = None
+        else:
+            self._waiting_since = now if self._waiting_since is None else self._waiting_since
+            if num_waiting >= _GROUPS_PER_SHARD or now - self._waiting_since >= _FLUSH_S:
+                num_groups = self._move()
         self._write_steps()
         return num_groups
 
@@ -188,16 +194,12 @@ class Archiver:
             self._store.forget([], fence=self._fence)
             self._mirror.send()
 
-    def _is_due(self) -> bool:
-        num_waiting, now = self._store.counts().unarchived, self._clock()
-        if not num_waiting:
-            self._waiting_since = None
-            return False
-        self._waiting_since = now if self._waiting_since is None else self._waiting_since
-        return num_waiting >= _GROUPS_PER_SHARD or now - self._waiting_since >= _FLUSH_S
-
     def _move(self) -> int:
-        groups = self._peek()
+        # Estimate how many fit, because all groups could exhaust the memory.
+        groups = self._store.finished(limit=_SAMPLED_GROUPS)
+        num_bytes = sum(len(payload) for group in groups for payload in group.payloads)
+        limit = max(1, min(_MAX_SHARD_BYTES * len(groups) // max(1, num_bytes), _GROUPS_PER_SHARD))
+        groups = groups[:limit] if limit <= len(groups) else self._store.finished(limit=limit)
         # The archive has those that a crash or a failure left in the store.
         new = [group for group in groups if not self._writer.has(group.id)]
         if new and sum(shard.bytes for shard in self._writer.shards) >= self._config.max_gib * 2**30:
@@ -222,13 +224,6 @@ class Archiver:
         self._waiting_since = None
         self.num_groups += len(new)
         return len(groups)
-
-    def _peek(self) -> list[StoredGroup]:
-        # Estimate how many fit, because all groups could exhaust the memory.
-        sample = self._store.finished(limit=_SAMPLED_GROUPS)
-        num_bytes = sum(len(payload) for group in sample for payload in group.payloads)
-        limit = max(1, min(_MAX_SHARD_BYTES * len(sample) // max(1, num_bytes), _GROUPS_PER_SHARD))
-        return sample[:limit] if limit <= len(sample) else self._store.finished(limit=limit)
 
 
 class ArchiverStatus(Record):
@@ -298,7 +293,11 @@ class ArchiverThread:
         try:
             with closing(self._connect()) as store:
                 try:
-                    with suppress(StaleFenceError), closing(self._open(store, fence)) as archiver:
+                    mirror = ArchiveMirror(self._folder, self._storage) if self._storage else None
+                    with (
+                        suppress(StaleFenceError),
+                        closing(Archiver(store, self._folder, self._config, mirror=mirror, fence=fence)) as archiver,
+                    ):
                         return self._archive(archiver, store, fence)
                 except (ReplayBufferError, OSError) as error:
                     self._record_error(error)
@@ -307,10 +306,6 @@ class ArchiverThread:
         except (ReplayBufferError, OSError) as error:
             self._record_error(error)
         return False
-
-    def _open(self, store: Store, fence: int) -> Archiver:
-        mirror = ArchiveMirror(self._folder, self._storage) if self._storage else None
-        return Archiver(store, self._folder, self._config, mirror=mirror, fence=fence)
 
     def _archive(self, archiver: Archiver, store: Store, fence: int) -> bool:
         while not self._stopping.is_set():

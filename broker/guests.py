@@ -192,17 +192,15 @@ class Guests:
         del self._open[audited.check.id]
         guest = self._guests[order.guest]
         guest.num_checked += 1
-        guest.checks.append(self._compare(guest, order, audited.check))
-        if reason := convict(guest.checks):
-            self._expel(order.guest, reason)
-
-    def _compare(self, guest: _Guest, order: _Check, check: AnswerCheck) -> AnswerCheck:
+        check = audited.check
         first = guest.digests.setdefault((order.prompt.uid, check.digest), check.id)
         if len(guest.digests) > _DIGESTS_KEPT:
             guest.digests.popitem(last=False)
-        if first == check.id or check.lie or not check.logprob < _IMPROBABLE:
-            return check
-        return msgspec.structs.replace(check, lie=f"{check.id} repeats {first}, which is no coincidence")
+        if first != check.id and not check.lie and check.logprob < _IMPROBABLE:
+            check = msgspec.structs.replace(check, lie=f"{check.id} repeats {first}, which is no coincidence")
+        guest.checks.append(check)
+        if reason := convict(guest.checks):
+            self._expel(order.guest, reason)
 
     def gauges(self, peer: Peer) -> dict[str, object]:
         known = self._guests.get(peer.guest)

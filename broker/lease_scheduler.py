@@ -158,7 +158,12 @@ class LeaseScheduler:
         limit, reason = admission_limit(self._run, state), ""
         if state.phase in ("starting", "training"):
             reason = weights_reason(self._run, version=peer.status.version, committed=state.version)
-            share = None if reason else self._share(peer, state, limit=limit)
+            share = None
+            if not reason and self._fair_share.is_limiting:
+                counts, oldest = self._store_counts(), oldest_version(self._run, committed=state.version)
+                # Other brokers offer the rest.
+                if available := ceil((counts.returned + max(0, limit - counts.admitted)) * self._chief.share):
+                    share = self._fair_share.num_groups(peer, available=available, oldest_version=oldest)
             if share == 0:
                 group_s = self._fair_share.group_s(peer)
                 detail = f"; a group takes {group_s:.1f} s here" if group_s else ""
@@ -168,16 +173,6 @@ class LeaseScheduler:
             limit = _ONLY_EVALUATIONS
         # In other phases, the store leases only evaluation rows anyway.
         return _Offer(self._fair_share.num_rows(peer, requested=requested), limit, reason)
-
-    def _share(self, peer: Peer, state: RunState, *, limit: int) -> int | None:
-        """Training groups for this peer; None for no limit."""
-        if not self._fair_share.is_limiting:
-            return None
-        counts = self._store_counts()
-        # Other brokers offer the rest.
-        available = ceil((counts.returned + max(0, limit - counts.admitted)) * self._chief.share)
-        oldest = oldest_version(self._run, committed=state.version)
-        return self._fair_share.num_groups(peer, available=available, oldest_version=oldest) if available else None
 
     def _store_counts(self) -> StoreCounts:
         self._counts = self._counts or self._store.counts()

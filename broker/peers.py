@@ -19,10 +19,9 @@ from slipstream.broker.messages import (
     Pong,
     WeightTransport,
 )
-from slipstream.buffer.control import DRAIN_REQUEST
 from slipstream.buffer.records import Heartbeat
 from slipstream.buffer.role_reports import LEARNER
-from slipstream.buffer.store import Store
+from slipstream.buffer.store import DRAIN_REQUEST, Store
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 
@@ -166,14 +165,14 @@ class Peers:
 
         Late generators are `silent` long before removal, since a dead member delays a broadcast.
         """
-        return Members([self._state_of(peer) for peer in self.generators()])
-
-    def _state_of(self, peer: Peer) -> MemberState:
-        hello, status = peer.hello, peer.status
-        # No broadcasts for guests, because all members wait for each other.
-        own = "delta" if peer.guest and self._transport == "collective" else self._transport
-        state, transport = "silent" if self.is_silent(peer) else status.state, hello.weight_transport or own
-        return MemberState(peer.member, state, status.version, transport, hello.machine, status.lends_at)
+        members = []
+        for peer in self.generators():
+            hello, status = peer.hello, peer.status
+            # No broadcasts for guests, because all members wait for each other.
+            own = "delta" if peer.guest and self._transport == "collective" else self._transport
+            state, transport = "silent" if self.is_silent(peer) else status.state, hello.weight_transport or own
+            members.append(MemberState(peer.member, state, status.version, transport, hello.machine, status.lends_at))
+        return Members(members)
 
     def is_silent(self, peer: Peer) -> bool:
         """Whether the peer misses pings: stopped, dead, or moved."""

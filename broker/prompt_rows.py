@@ -232,7 +232,11 @@ class TableRows:
         prompt = _column("prompt", names, self._columns)
         kind = _type(self._table, prompt) if prompt in names else None
         # A nested prompt is not looked into.
-        is_parts = kind is None or (pa.types.is_list(kind) and not _has_texts(kind))
+        is_parts = kind is None
+        if kind is not None and pa.types.is_list(kind):
+            message, names_of_text = kind.value_type, ("content", "value")
+            fields = [message.get_field_index(n) for n in names_of_text] if pa.types.is_struct(message) else []
+            is_parts = not any(index >= 0 and pa.types.is_string(message.field(index).type) for index in fields)
         return _column("images", names, self._columns).split(".")[0] in names or is_parts
 
     def num_bytes(self, start: int, end: int) -> int:
@@ -306,12 +310,6 @@ def _are_filled(prompts: pa.ChunkedArray) -> bool:
         name in texts and pa.types.is_string(texts[name].type) and not texts[name].null_count
         for name in ("role", "content")
     )
-
-
-def _has_texts(messages: pa.DataType) -> bool:
-    message = messages.value_type
-    fields = [message.get_field_index(name) for name in ("content", "value")] if pa.types.is_struct(message) else []
-    return any(index >= 0 and pa.types.is_string(message.field(index).type) for index in fields)
 
 
 def _is_json(kind: pa.DataType) -> bool:

@@ -134,7 +134,16 @@ class Router:
         # Pacing may admit prompts without any message arriving.
         if self._leases.has_requests:
             timeout_s = min(timeout_s, _SERVE_INTERVAL_S)
-        self._receive_all(timeout_s=timeout_s)
+        with self._account.phase("waiting"):
+            received = self._channel.receive(timeout_s=timeout_s)
+        count = 0
+        while received is not None:
+            self._try(partial(self._handle, *received))
+            count += 1
+            # Bounded, so that a flood of messages does not delay Acks and pings.
+            if count >= _MAX_MESSAGES_PER_STEP or self._ingest.is_full:
+                break
+            received = self._channel.receive(timeout_s=0)
         # A sender deletes its copy on Ack, so send Acks only after the store has confirmed the insert.
         with self._account.phase("storing"):
             answers = self._ingest.flush()
@@ -146,7 +155,11 @@ class Router:
         self._guests.poll()
         self._try(self._serve_leases)
         self._try(self._run_periodic)
-        self._send_members()
+        self._members_changed |= self._peers.silence_has_changed()
+        learner, now = self._peers.learner(), self._clock()
+        if learner is not None and self._members_changed and now >= self._next_members_at:
+            self._members_changed = not self._send(learner.identity, self._peers.members())
+            self._next_members_at = now + _MEMBERS_INTERVAL_S * max(0, len(self._peers) - _MEMBERS_AT_ONCE)
         self._inspection.send_due()
 
     def drain_all(self, *, reason: str) -> None:
@@ -163,18 +176,6 @@ class Router:
             self._next_reap_at = max(self._next_reap_at, self._clock() + _REAP_AFTER_OUTAGE_S)
 
     # --- receiving -----------------------------------------------------------------------------------------------
-    def _receive_all(self, *, timeout_s: float) -> None:
-        with self._account.phase("waiting"):
-            received = self._channel.receive(timeout_s=timeout_s)
-        count = 0
-        while received is not None:
-            self._try(partial(self._handle, *received))
-            count += 1
-            # Bounded, so that a flood of messages does not delay Acks and pings.
-            if count >= _MAX_MESSAGES_PER_STEP or self._ingest.is_full:
-                break
-            received = self._channel.receive(timeout_s=0)
-
     def _handle(self, identity: bytes, frames: Frames) -> None:
         try:
             message = decode_message(frames, max_bytes=self._run.broker.max_message_bytes)
@@ -312,13 +313,6 @@ class Router:
             if peer.member in members:
                 self._send_frames(peer.identity, frames, kind=type(order))
 
-    def _send_members(self) -> None:
-        self._members_changed |= self._peers.silence_has_changed()
-        learner, now = self._peers.learner(), self._clock()
-        if learner is not None and self._members_changed and now >= self._next_members_at:
-            self._members_changed = not self._send(learner.identity, self._peers.members())
-            self._next_members_at = now + _MEMBERS_INTERVAL_S * max(0, len(self._peers) - _MEMBERS_AT_ONCE)
-
     # --- periodic ------------------------------------------------------------------------------------------------
     def _serve_leases(self) -> None:
         if self._leases.has_requests and self._clock() >= self._next_serve_at:
@@ -347,7 +341,11 @@ class Router:
             peers = [peer for peer in self._ping_round.take() if peer in self._peers]
             self._next_ping_at = now + self._run.broker.heartbeat_s * self._ping_round.share
             # Before reporting: a slow store must not make peers look silent.
-            self._ping(peers, now)
+            frames = [encode(Ping(sent_at=now))]
+            for peer in peers:
+                is_connected = self._send_frames(peer.identity, frames, kind=Ping)
+                self._members_changed |= peer.is_disconnected == is_connected
+                peer.is_disconnected = not is_connected
             self._report_to_store(peers)
         if now >= self._next_reap_at:
             self._next_reap_at = now + _REAP_INTERVAL_S
@@ -356,13 +354,6 @@ class Router:
                 self._store.record_event(self.chief.name, f"refused: {num_refused} connections without the run's token")
             self._log_limiter.flush()
             self.chief.work()
-
-    def _ping(self, peers: list[Peer], now: float) -> None:
-        frames = [encode(Ping(sent_at=now))]
-        for peer in peers:
-            is_connected = self._send_frames(peer.identity, frames, kind=Ping)
-            self._members_changed |= peer.is_disconnected == is_connected
-            peer.is_disconnected = not is_connected
 
     def _report_to_store(self, peers: list[Peer]) -> None:
         """Renew the leases that peers hold, and store their gauges and the broker's."""

@@ -199,7 +199,12 @@ def audit(snapshot: Snapshot) -> Audit:
         lost=max(0, missing) + sum(max(0, counted - stored) for counted, stored in snapshot.members.values()),
         duplicated=max(0, -missing) + len(doubled) + len(overused),
         skipped_prompts=len(skipped),
-        problems=[_problem(what, names) for what, names in found.items() if names],
+        problems=[
+            f"{what}: {', '.join(names[:_MAX_NAMED])}"
+            + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
+            for what, names in found.items()
+            if names
+        ],
     )
 
 
@@ -222,8 +227,3 @@ def _overused(snapshot: Snapshot) -> list[str]:
         total += in_step
         repeated += [name for name, count in in_step.items() if count > 1]
     return list(dict.fromkeys([name for name, count in total.items() if count > snapshot.max_uses] + repeated))
-
-
-def _problem(what: str, names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"{what}: {', '.join(names[:_MAX_NAMED])}{more}"

@@ -149,7 +149,12 @@ def pack(trajectory: Trajectory, *, lease_id: str, purpose: Purpose, group_size:
 def _describe(
     trajectory: Trajectory, payload: bytes, *, lease_id: str, purpose: Purpose, group_size: int
 ) -> TrajectoryHeader:
-    versions = _versions_used(trajectory) or [0]
+    # Versions of spans with model-written tokens. Shapes may be invalid.
+    starts = [span.first_token for span in trajectory.version_spans]
+    bounds = zip(starts, [*starts[1:], None], strict=False)
+    has_tokens = [np.count_nonzero(trajectory.model_mask[start:end]) for start, end in bounds]
+    spans = zip(trajectory.version_spans, has_tokens, strict=True)
+    versions = [span.version for span, used in spans if used] or [0]
     return TrajectoryHeader(
         id=trajectory.id,
         group_id=trajectory.group_id,
@@ -172,21 +177,25 @@ def _describe(
     )
 
 
-def _versions_used(trajectory: Trajectory) -> list[int]:
-    """Versions of spans with model-written tokens. Shapes may be invalid."""
-    starts = [span.first_token for span in trajectory.version_spans]
-    bounds = zip(starts, [*starts[1:], None], strict=False)
-    has_tokens = [np.count_nonzero(trajectory.model_mask[start:end]) for start, end in bounds]
-    return [span.version for span, used in zip(trajectory.version_spans, has_tokens, strict=True) if used]
-
-
 def unpack(payload: bytes) -> Trajectory:
     """Decode and validate a payload. Raises RecordRefusedError with a one-word reason."""
-    trajectory = _decode_trajectory(payload)
+    fields = msgspec.structs.astuple(decode(payload, _WireTrajectory))
+    try:
+        values: list[Any] = [_restore(field) if type(field) is _Array else field for field in fields]
+        if arrays := values[_NAMED_ARRAYS]:
+            values[_NAMED_ARRAYS] = {name: _restore(array) for name, array in arrays.items()}
+    except ValueError as error:
+        raise RecordRefusedError("malformed", f"not a valid Trajectory: {error}") from None
+    trajectory = Trajectory(*values)
     _check_arrays(trajectory)
     _check_spans(trajectory)
     if trajectory.context_starts:
-        _check_contexts(trajectory)
+        bounds = trajectory.context_bounds()
+        if any(start >= end for start, end in itertools.pairwise(bounds)):
+            must = "start in increasing order within the tokens"
+            raise RecordRefusedError("contexts", f"contexts must {must}, got {trajectory.context_starts}")
+        if not np.logical_or.reduceat(trajectory.model_mask, bounds[:-1]).all():
+            raise RecordRefusedError("empty", "every context needs at least one model-written token")
     _check_reward(trajectory)
     _check_plain(trajectory)
     if trajectory.arrays or trajectory.media or trajectory.metrics:
@@ -201,17 +210,6 @@ def check_additions(trajectory: Trajectory) -> None:
     _check_additions(trajectory)
     if not _is_short_name(trajectory.stop_reason):
         raise RecordRefusedError("names", f"a stop reason has 1 to 64 characters, got {trajectory.stop_reason!r:.80}")
-
-
-def _decode_trajectory(payload: bytes) -> Trajectory:
-    fields = msgspec.structs.astuple(decode(payload, _WireTrajectory))
-    try:
-        values: list[Any] = [_restore(field) if type(field) is _Array else field for field in fields]
-        if arrays := values[_NAMED_ARRAYS]:
-            values[_NAMED_ARRAYS] = {name: _restore(array) for name, array in arrays.items()}
-    except ValueError as error:
-        raise RecordRefusedError("malformed", f"not a valid Trajectory: {error}") from None
-    return Trajectory(*values)
 
 
 def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
@@ -268,15 +266,6 @@ def _check_spans(trajectory: Trajectory) -> None:
         raise RecordRefusedError("version_spans", f"spans must cover the first model-written token, got {starts}")
     if min(span.version for span in trajectory.version_spans) < 0:
         raise RecordRefusedError("version_spans", "versions must be >= 0")
-
-
-def _check_contexts(trajectory: Trajectory) -> None:
-    bounds = trajectory.context_bounds()
-    if any(start >= end for start, end in itertools.pairwise(bounds)):
-        must = "start in increasing order within the tokens"
-        raise RecordRefusedError("contexts", f"contexts must {must}, got {trajectory.context_starts}")
-    if not np.logical_or.reduceat(trajectory.model_mask, bounds[:-1]).all():
-        raise RecordRefusedError("empty", "every context needs at least one model-written token")
 
 
 def _check_reward(trajectory: Trajectory) -> None:

@@ -85,7 +85,15 @@ class ObjectFolder:
         self.uri = uri.rstrip("/")
         self.wait = wait
         try:
-            self._files, self._path = FileSystem.from_uri(_with_endpoint(self.uri))
+            located = self.uri
+            endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+            if uri.startswith("s3://") and endpoint:
+                # pyarrow reads the endpoint from the environment only for other services.
+                parts = urlsplit(endpoint)
+                region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+                settings = {"endpoint_override": parts.netloc, "scheme": parts.scheme, "region": region}
+                located += f"?{urlencode(settings)}"
+            self._files, self._path = FileSystem.from_uri(located)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise StorageError(f"storage.uri must name a folder that pyarrow.fs opens, got {uri}: {error}") from None
 
@@ -298,13 +306,3 @@ def _parse(data: bytes, *, where: str) -> dict[str, str]:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise DamagedObjectError(f"{where} must name files within its folder, got {name!r}")
     return checksums
-
-
-def _with_endpoint(uri: str) -> str:
-    """Add the S3 endpoint from the environment, which pyarrow reads only for other services."""
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if not (uri.startswith("s3://") and endpoint):
-        return uri
-    parts = urlsplit(endpoint)
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-    return f"{uri}?{urlencode({'endpoint_override': parts.netloc, 'scheme': parts.scheme, 'region': region})}"

@@ -245,14 +245,11 @@ def describe_times(times: dict[str, Any] | None) -> list[str]:
         shown = sorted(((share, phase) for phase, share in each.shares.items() if share >= _LEAST_SHARE), reverse=True)
         text = ", ".join(f"{share:.0%} {PHASES[each.role][phase]}" for share, phase in shown)
         lines.append(f"{name:12}{f'{each.cpu_s:.3f} s':>11}   {text or 'idle'}")
-    return [*lines, _slower_side(found)]
-
-
-def _slower_side(times: StepTimes) -> str:
-    learner, generators = times.share("learner", "waiting"), times.share("generator", "prompts")
-    if not times.shares("generator"):
-        return f"the learner waits {learner:.0%} of its time for trajectories; no generator has reported its time"
-    both = f"the learner waits {learner:.0%} of its time for trajectories, the generators {generators:.0%} for prompts"
-    if learner - generators > _ALIKE:
-        return f"{both}: generating is the slower side"
-    return f"{both}: training is the slower side" if generators - learner > _ALIKE else both
+    learner, generators = found.share("learner", "waiting"), found.share("generator", "prompts")
+    verdict = f"the learner waits {learner:.0%} of its time for trajectories"
+    if not found.shares("generator"):
+        return [*lines, f"{verdict}; no generator has reported its time"]
+    verdict += f", the generators {generators:.0%} for prompts"
+    if abs(learner - generators) > _ALIKE:
+        verdict += f": {'generating' if learner > generators else 'training'} is the slower side"
+    return [*lines, verdict]

@@ -4,18 +4,21 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, structs
 
-from slipstream.configs.advantages import (
+from slipstream.configs.algorithm_terms import (
     AdvantageConfig,
     GdpoConfig,
     GrpoConfig,
+    MaskConfig,
     OptimalTokenBaselineConfig,
+    PolicyLossConfig,
+    PpoClipConfig,
     PrimeConfig,
+    SppoConfig,
     VtraceConfig,
     WinRateConfig,
 )
 from slipstream.configs.base import Config, Positive, require
 from slipstream.configs.learner import OptimizerConfig
-from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig, PpoClipConfig, SppoConfig
 
 
 class CriticOptimizerConfig(OptimizerConfig):

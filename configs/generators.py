@@ -1,12 +1,14 @@
 """Settings of the generator role: engine, sampling, agents, rewards, scaling."""
 
+import os
 from fnmatch import fnmatchcase
+from string import Template
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from slipstream.configs.base import Config, Positive, require
+from slipstream.configs.base import Config, ConfigError, Positive, require
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 
 
@@ -177,6 +179,17 @@ class ToolConfig(Config):
     @property
     def executed(self) -> str:
         return with_arguments(self.function, self.arguments)
+
+
+def from_environment(values: dict[str, str], *, found_in: str) -> dict[str, str]:
+    """Replace $NAME by environment variables. Raises ConfigError."""
+    try:
+        return {key: Template(value).substitute(os.environ) for key, value in values.items()}
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{found_in} may use $NAME for a variable that is set in the generator's environment, and $$ for a dollar "
+            f"sign: {type(error).__name__}: {error}."
+        ) from None
 
 
 class ToolsAgentConfig(AgentConfig, tag="tools", kw_only=True):

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import yaml
+from blake3 import blake3
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,7 +25,6 @@ from slipstream.configs.base import Config, ConfigError, require
 from slipstream.configs.cluster import PLACE
 from slipstream.configs.data import EVAL_NAME_PATTERN
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.configs.model_cache import cache_folder, gguf_step
 from slipstream.configs.run import NAME_PATTERN, RunConfig
 from slipstream.configs.schema import (
     LOGGERS,
@@ -51,7 +52,8 @@ _TYPE_NAMES = {
 def load(overrides: list[str]) -> RunConfig:
     """Compose the presets with `overrides` (`a.b=c`, `group=option`). Raises ConfigError.
 
-    A recipe replaces the experiment's algorithm and filter.
+    A recipe replaces the experiment's algorithm and filter, `learner.max_steps` the `learner.epochs` of a file, and the
+    cache's folder a GGUF file, which `prepare` converts.
     """
     groups()  # registers the generated options before Hydra looks them up
     data = _compose(overrides)
@@ -60,8 +62,15 @@ def load(overrides: list[str]) -> RunConfig:
         data["algorithm"] = chosen["algorithm"]
         if isinstance(data["buffer"], dict):
             data["buffer"]["filter"] = chosen["buffer"]["filter"]
-    _resolve_training_length(data, overrides)
-    _resolve_gguf(data)
+    given, learner = {each.key_or_group for each in parse(overrides)}, data["learner"]
+    if isinstance(learner, dict) and learner.get("epochs") is not None and "learner.max_steps" in given:
+        must, why = "not be set with learner.epochs, which determines it", "remove one, or set learner.epochs=null"
+        require("learner.epochs" not in given, "learner.max_steps", must, got="both", why=why)
+        learner["epochs"] = None
+    model = data["model"]
+    if isinstance(model, dict) and (step := gguf_step(str(model.get("path")))):
+        model["path"] = step["creates"]
+        data["prepare"] = [step, *(data.get("prepare") or [])]
     _derive(data)
     return convert(data, RunConfig)
 
@@ -91,24 +100,6 @@ def _without_experiment(overrides: list[str]) -> list[str]:
     if not any(text.startswith("recipe=") and text != "recipe=none" for text in overrides):
         return []
     return [text for text in overrides if not text.startswith("experiment=")]
-
-
-def _resolve_training_length(data: dict[str, Any], overrides: list[str]) -> None:
-    """Let `learner.max_steps` replace `learner.epochs` of a file. Raises ConfigError for both."""
-    given, learner = {each.key_or_group for each in parse(overrides)}, data["learner"]
-    if not isinstance(learner, dict) or learner.get("epochs") is None or "learner.max_steps" not in given:
-        return
-    must, why = "not be set with learner.epochs, which determines it", "remove one, or set learner.epochs=null"
-    require("learner.epochs" not in given, "learner.max_steps", must, got="both", why=why)
-    learner["epochs"] = None
-
-
-def _resolve_gguf(data: dict[str, Any]) -> None:
-    """Replace a GGUF file by its folder in the cache, and prepend the step that makes it."""
-    model = data["model"]
-    if isinstance(model, dict) and (step := gguf_step(str(model.get("path")))):
-        model["path"] = step["creates"]
-        data["prepare"] = [step, *(data.get("prepare") or [])]
 
 
 def _derive(data: dict[str, Any]) -> None:
@@ -377,22 +368,18 @@ def _hydra_argument(text: str, override: Override, *, chosen: set[str]) -> str:
         if option not in groups()[key]:
             raise ConfigError(unknown_option(key, option))
         return bare
-    _refuse_whole_record(text, key, override.value())
-    if "/" in key or ("." not in key and not any(setting.key == key for setting in settings())):
-        raise ConfigError(unknown_key(key))
-    return f"++{bare}"
-
-
-def _refuse_whole_record(text: str, key: str, value: object) -> None:
-    """Reject a value for a record, or for a variant's `kind`, which would keep the old fields."""
+    # A value for a record, or for a variant's `kind`, would keep the old fields.
     node = key.removesuffix(".kind").replace(".", "/")
     if node in groups():
-        options = groups()[node]
+        options, value = groups()[node], override.value()
         choice = f"{node}={value}" if value in options else f"{node}=OPTION, with one of {', '.join(options)}"
         raise ConfigError(f"a variant must be chosen with a slash, got `{text}`: write {choice}.")
     if below := [group for group in groups() if group.startswith(f"{node}/")]:
         advice = f"{siblings(f'{key}.')}; or choose an option of {', '.join(below)}"
         raise ConfigError(f"{key} is a record and must be set by its fields, got `{text}`: {advice}.")
+    if "/" in key or ("." not in key and not any(setting.key == key for setting in settings())):
+        raise ConfigError(unknown_key(key))
+    return f"++{bare}"
 
 
 # --- plain data to typed records; an error reads `key must …, got …` --------------------------------------------------
@@ -520,3 +507,35 @@ _LOCAL_SETTINGS = ("broker.address=", "broker.token_file=", "name=", "runs_dir="
 def own_settings(overrides: list[str]) -> list[str]:
     """Overrides that a generator needs on any machine."""
     return [text for text in overrides if text.startswith(_OWN_SETTINGS) and not text.startswith(_LOCAL_SETTINGS)]
+
+
+# --- models converted from GGUF files --------------------------------------------------------------------------------
+_DIGITS = 16
+
+
+def cache_folder(name: str) -> Path:
+    """`$SLIPSTREAM_CACHE/NAME`, by default `~/.cache/slipstream/NAME`."""
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("SLIPSTREAM_CACHE") or user / "slipstream").absolute() / name
+
+
+def gguf_step(path: str) -> dict[str, Any] | None:
+    """Preparation step that converts a GGUF file; None for other models. Raises ConfigError if the file is missing.
+
+    The folder's name has a hash of the file, so that changes are converted.
+
+    Example: gguf_step("gguf:models/tiny.gguf") -> {"creates": "CACHE/tiny-0a55b7e139f2c61d", "module":
+        "slipstream.scripts.convert_gguf", "args": ["FOLDER/models/tiny.gguf", "--out=CACHE/tiny-0a55b7e139f2c61d"]}
+    """
+    file = Path(path.removeprefix("gguf:")).expanduser()
+    if not path.startswith("gguf:") and file.suffix != ".gguf":
+        return None
+    if not file.is_file():
+        raise ConfigError(f"model.path must be an existing GGUF file, got {path!r}: correct the path.")
+    digest = blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()[:_DIGITS]
+    folder = cache_folder(f"{file.stem}-{digest}")
+    return {
+        "creates": str(folder),
+        "module": "slipstream.scripts.convert_gguf",
+        "args": [str(file.absolute()), f"--out={folder}"],
+    }

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from slipstream.configs.advantages import RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.algorithm_terms import RemaxConfig
 from slipstream.configs.base import Config, ConfigError, require, require_storage
 from slipstream.configs.broker import BrokerConfig, LoggingConfig, MetricsConfig, WeightsConfig
 from slipstream.configs.buffer import (
@@ -200,17 +200,6 @@ def _check_heldout(run: RunConfig) -> None:
         require(is_fit, key, must, got=each.max_tokens, why=_NO_ROOM)
 
 
-def _check_sft_best(run: RunConfig) -> None:
-    best, key = run.learner.checkpoint.best, "learner.checkpoint.best"
-    if best is None or run.mode != "sft":
-        return
-    measured = ("eval/loss", "eval/pair_accuracy")[: 1 + run.trains_reward_model]
-    must, why = f"name {' or '.join(measured)} with mode=sft", "held-out rows have no other metric"
-    require(best in measured, key, must, got=best, why=why)
-    why = "checkpoints are compared on held-out rows"
-    require(bool(run.sft.eval_path), "sft.eval_path", f"be set with {key}", got=run.sft.eval_path, why=why)
-
-
 def _check_mode(run: RunConfig) -> None:
     for mode, key, path in (("replay", "replay.path", run.replay.path), ("sft", "sft.train_path", run.sft.train_path)):
         must, got = f"be set with mode={mode} and only then", f"{path!r} with mode={run.mode}"
@@ -222,6 +211,13 @@ def _check_mode(run: RunConfig) -> None:
     fits, key = run.has_roles or not run.metrics.is_wanted, "metrics.prometheus_port and metrics.otlp_endpoint"
     must, why = "be null without mode=async", "roles in one process count turns instead of seconds"
     require(fits, key, must, got=f"mode={run.mode}", why=why)
+    best, key = run.learner.checkpoint.best, "learner.checkpoint.best"
+    if best is not None and run.mode == "sft":
+        measured = ("eval/loss", "eval/pair_accuracy")[: 1 + run.trains_reward_model]
+        must, why = f"name {' or '.join(measured)} with mode=sft", "held-out rows have no other metric"
+        require(best in measured, key, must, got=best, why=why)
+        why = "checkpoints are compared on held-out rows"
+        require(bool(run.sft.eval_path), "sft.eval_path", f"be set with {key}", got=run.sft.eval_path, why=why)
 
 
 def check_profile(run: RunConfig) -> None:
@@ -287,10 +283,7 @@ def _check_machines(run: RunConfig) -> None:
     require(is_local or run.has_roles, "cluster.kind", must, got=cluster.kind, why="there is no generator to place")
     is_fit, must = is_local or bool(cluster.interface), "be set with cluster.kind=ray"
     require(is_fit, "cluster.interface", must, got='""', why=why)
-
-
-def _check_brokers(run: RunConfig) -> None:
-    cluster, brokers, address = run.cluster, run.broker.shards, run.broker.address
+    brokers, address = run.broker.shards, run.broker.address
     must, why = f"be 1 with mode={run.mode}", "only mode=async runs brokers as processes"
     require(run.has_roles or brokers == 1, "broker.shards", must, got=brokers, why=why)
     port = int(found[1]) if address and (found := re.fullmatch(r"tcp://.*:(\d{1,5})", address, re.ASCII)) else 0
@@ -336,8 +329,8 @@ def _check_generators(run: RunConfig) -> None:
     require(lease_s >= least, "broker.lease_s", f"be >= three pings ({least:g})", got=lease_s, why=why)
 
 
-def _check_filter(run: RunConfig) -> None:
-    """Some group must pass, or the learner would wait forever."""
+def _check_buffer(run: RunConfig) -> None:
+    # Some group must pass the filter, or the learner would wait forever.
     chosen, size = run.buffer.filter, run.generators.group_size
     if isinstance(chosen, ZeroAdvantageConfig):
         is_fit, must = run.members_per_group > 1, "be >= 2 for buffer/filter=zero_advantage"
@@ -351,9 +344,6 @@ def _check_filter(run: RunConfig) -> None:
         must = f"accept at least one share of right answers in generators.group_size={size}"
         got = f"min_accuracy={chosen.min_accuracy:g} and max_accuracy={chosen.max_accuracy:g}"
         require(is_fit, "buffer.filter", must, got=got, why="every group would be rejected")
-
-
-def _check_buffer(run: RunConfig) -> None:
     mix, per_step, mixed = run.replay_mix, run.learner.prompts_per_step, run.mixed_groups_per_step
     must = f"leave at least one of {per_step} groups per step for each source"
     why = f"{mixed} would come from the archive"
@@ -362,15 +352,13 @@ def _check_buffer(run: RunConfig) -> None:
     fresh = ceil(reuse.fresh_fraction * per_step)
     if reuse.samples_per_insert is not None:
         # Pacing admits a prompt per fresh group, so a run converges to this ratio.
-        key, got, least = "buffer.reuse.samples_per_insert", reuse.samples_per_insert, per_step / fresh
+        key, ratio, least = "buffer.reuse.samples_per_insert", reuse.samples_per_insert, per_step / fresh
         must = f"be >= groups of a step / fresh groups of a step ({per_step} / {fresh} = {least:.3g})"
         why = "uses would outrun arrivals; raise it, or raise buffer.reuse.fresh_fraction"
-        require(got >= least, key, must, got=got, why=why)
+        require(ratio >= least, key, must, got=ratio, why=why)
 
 
-_LEARNER_CHECKS = (
-    _check_mode, _check_machines, _check_brokers, _check_guests, _check_learner, _check_router_replay, _check_sft_best,
-)  # fmt: skip
+_LEARNER_CHECKS = (_check_mode, _check_machines, _check_guests, _check_learner, _check_router_replay)
 """Checks that apply in every mode."""
-_ROLE_CHECKS = (_check_bounds, _check_heldout, _check_one_process, _check_generators, _check_filter, _check_buffer)
+_ROLE_CHECKS = (_check_bounds, _check_heldout, _check_one_process, _check_generators, _check_buffer)
 """Checks of the modes in which a learner has generators."""

@@ -17,7 +17,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.episode import Agent
 from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.audit import Auditor
-from slipstream.generators.engines.engine import Engine
+from slipstream.generators.engines.engine import Engine, ScriptedEngine
 from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.tokenization import PromptEncoder
@@ -49,8 +49,6 @@ def build_engine(run: RunConfig) -> Engine:
 
             return HfEngine(run.model, config)
         case ScriptedEngineConfig() as config:
-            from slipstream.generators.engines.scripted_engine import ScriptedEngine
-
             return ScriptedEngine(config)
 
 

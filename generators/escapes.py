@@ -18,9 +18,15 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 Surroundings = dict[str, Any]
+Escape = Callable[[Surroundings], bool]
+TOGETHER: dict[str, Escape] = {}
+"""Attempts that can share one run, in this order."""
+ALONE: dict[str, Escape] = {}
+"""Attempts that need separate runs, because they exhaust the limits."""
 _MIB = 2**20
 _FORBIDDEN_CALLS = {
     "SysV shared memory": ("shmget", 29, 194),
@@ -54,35 +60,23 @@ _DEVICES |= {"stdin", "stdout", "stderr"}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _is_call_served(number_x86_64: int, number_aarch64: int) -> bool:
-    # These arguments are invalid for every call, so an allowed call has no effect. 16 is PTRACE_ATTACH.
-    arguments = (number_x86_64 if platform.machine() == "x86_64" else number_aarch64, 16, 0, 0, 0, 0)
-    ctypes.set_errno(0)
-    _libc.syscall(*map(ctypes.c_long, arguments))
-    return ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS)
+def _attempt(name: str, attempts: dict[str, Escape] = TOGETHER) -> Callable[[Escape], Escape]:
+    """Register a function as an attempt."""
+
+    def add(escape: Escape) -> Escape:
+        attempts[name] = escape
+        return escape
+
+    return add
 
 
-def _clone_into_new_namespace(_: Surroundings) -> bool:
-    """Try `clone` with a namespace flag. Plain `clone` must stay allowed."""
-    number = 56 if platform.machine() == "x86_64" else 220
-    found = _libc.syscall(*map(ctypes.c_long, (number, _CLONE_NEWUSER | signal.SIGCHLD, 0, 0, 0, 0)))
-    if found == 0:
-        os._exit(0)
-    return bool(found > 0)
+TOGETHER["files: one of this machine can be read"] = lambda around: bool(open(around["file"]).read())
 
 
+@_attempt("files: a link in /tmp leads out")
 def _read_file_through_link(around: Surroundings) -> bool:
     os.symlink(around["file"], "/tmp/link")
     return bool(open("/tmp/link").read())
-
-
-def _write_outside_tmp(_: Surroundings) -> bool:
-    for folder, folders, _files in os.walk("/"):
-        if folder == "/":
-            folders[:] = [name for name in folders if name not in ("proc", "sys", "tmp", "usr")]
-        if _is_written(os.path.join(folder, f"new-{os.getpid()}")):
-            return True
-    return _is_written("/usr/new")
 
 
 def _is_written(path: str) -> bool:
@@ -94,6 +88,22 @@ def _is_written(path: str) -> bool:
         return False
 
 
+@_attempt("files: a folder other than /tmp can be written")
+def _write_outside_tmp(_: Surroundings) -> bool:
+    for folder, folders, _files in os.walk("/"):
+        if folder == "/":
+            folders[:] = [name for name in folders if name not in ("proc", "sys", "tmp", "usr")]
+        if _is_written(os.path.join(folder, f"new-{os.getpid()}")):
+            return True
+    return _is_written("/usr/new")
+
+
+TOGETHER["files: settings of the kernel can be seen or written"] = lambda _: (
+    os.path.exists("/sys/kernel") or bool(open("/proc/sys/kernel/core_pattern", "r+"))
+)
+
+
+@_attempt("files: one can grow over its limit")
 def _fill_one_file(around: Surroundings) -> bool:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with open("/tmp/one", "wb") as file:
@@ -103,6 +113,7 @@ def _fill_one_file(around: Surroundings) -> bool:
             os.unlink("/tmp/one")
 
 
+@_attempt("files: /tmp can hold more than its limit")
 def _fill_tmp(around: Surroundings) -> bool:
     for number in range(around["disk_mib"] * 3 // 2):
         with open(f"/tmp/{number}", "wb") as file:
@@ -110,23 +121,23 @@ def _fill_tmp(around: Surroundings) -> bool:
     return True
 
 
-def _read_environment(around: Surroundings) -> bool:
-    names = {word.split(b"=")[0].decode() for path in _each_process("environ") for word in _read(path).split(b"\0")}
-    return bool(names - {"", *around["variables"]})
+TOGETHER["files: a device of this machine is visible"] = lambda _: bool(set(os.listdir("/dev")) - _DEVICES)
 
 
 def _each_process(file: str) -> Iterator[str]:
     return (f"/proc/{name}/{file}" for name in os.listdir("/proc") if name.isdigit())
 
 
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
+@_attempt("secrets: the environment of the generator can be read")
+def _read_environment(around: Surroundings) -> bool:
+    names: set[str] = set()
+    for path in _each_process("environ"):
+        with suppress(OSError), open(path, "rb") as file:
+            names |= {word.split(b"=")[0].decode() for word in file.read().split(b"\0")}
+    return bool(names - {"", *around["variables"]})
 
 
+@_attempt("secrets: a descriptor of the generator or of bubblewrap can be opened")
 def _use_inherited_descriptor(_: Surroundings) -> bool:
     """Try every visible process. A descriptor such as bubblewrap's status file may lead out."""
     for folder in _each_process("fd"):
@@ -143,6 +154,7 @@ def _use_inherited_descriptor(_: Surroundings) -> bool:
     return False
 
 
+@_attempt("processes: another of this machine can be signaled")
 def _signal_other_process(around: Surroundings) -> bool:
     if around["pid"] > 20:
         os.kill(around["pid"], 0)
@@ -150,11 +162,26 @@ def _signal_other_process(around: Surroundings) -> bool:
     return False
 
 
+TOGETHER["processes: others of this machine are visible"] = lambda _: len(list(_each_process("stat"))) > 10
+
+
+TOGETHER["network: a port of this machine can be reached"] = lambda around: bool(
+    socket.create_connection(("127.0.0.1", around["port"]), 2)
+)
+
+
+@_attempt("network: an abstract socket of this machine can be reached")
 def _connect_to_abstract_socket(around: Surroundings) -> bool:
     socket.socket(socket.AF_UNIX).connect("\0" + around["abstract"])
     return True
 
 
+TOGETHER["network: an interface other than loopback exists"] = lambda _: any(
+    name != "lo" for _, name in socket.if_nameindex()
+)
+
+
+@_attempt("network: sockets other than Unix, IP and netlink can be made")
 def _open_other_socket(_: Surroundings) -> bool:
     """Try families that network namespaces do not isolate or that have crashed kernels, such as ALG and VSOCK."""
     for family in (*range(3, 10), *range(11, 16), *range(17, 46)):
@@ -167,11 +194,13 @@ def _open_other_socket(_: Surroundings) -> bool:
     return False
 
 
+@_attempt("privileges: capabilities are left or can be gained")
 def _gain_privileges(_: Surroundings) -> bool:
     status = dict(line.split(":\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\t" in line)
     return any(int(status[name], 16) for name in ("CapEff", "CapPrm", "CapBnd")) or status["NoNewPrivs"] != "1"
 
 
+@_attempt("limits: they can be raised")
 def _raise_limits(_: Surroundings) -> bool:
     kinds = (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE)
     if any(resource.getrlimit(kind)[1] == resource.RLIM_INFINITY for kind in kinds):
@@ -183,6 +212,10 @@ def _raise_limits(_: Surroundings) -> bool:
         return False
 
 
+TOGETHER["limits: core files can be left"] = lambda _: resource.getrlimit(resource.RLIMIT_CORE)[1] > 0
+
+
+@_attempt("limits: 256 descriptors can be opened")
 def _open_many_descriptors(_: Surroundings) -> bool:
     first = os.open("/dev/null", os.O_RDONLY)
     try:
@@ -191,6 +224,7 @@ def _open_many_descriptors(_: Surroundings) -> bool:
         os.closerange(first, first + 256)
 
 
+@_attempt("terminal: input can be forged")
 def _type_into_terminal(_: Surroundings) -> bool:
     try:
         fcntl.ioctl(0, _TIOCSTI, b"x")
@@ -205,6 +239,44 @@ def _type_into_terminal(_: Surroundings) -> bool:
         return False
 
 
+TOGETHER["memory: twice the limit can be allocated"] = lambda around: bool(bytearray(2 * around["memory_mib"] * _MIB))
+
+
+TOGETHER["memory: twice the limit can be shared"] = lambda around: bool(mmap.mmap(-1, 2 * around["memory_mib"] * _MIB))
+
+
+@_attempt("kernel: new namespaces (clone) are allowed")
+def _clone_into_new_namespace(_: Surroundings) -> bool:
+    """Try `clone` with a namespace flag. Plain `clone` must stay allowed."""
+    number = 56 if platform.machine() == "x86_64" else 220
+    found = _libc.syscall(*map(ctypes.c_long, (number, _CLONE_NEWUSER | signal.SIGCHLD, 0, 0, 0, 0)))
+    if found == 0:
+        os._exit(0)
+    return bool(found > 0)
+
+
+def _is_call_served(number_x86_64: int, number_aarch64: int) -> bool:
+    # These arguments are invalid for every call, so an allowed call has no effect. 16 is PTRACE_ATTACH.
+    arguments = (number_x86_64 if platform.machine() == "x86_64" else number_aarch64, 16, 0, 0, 0, 0)
+    ctypes.set_errno(0)
+    _libc.syscall(*map(ctypes.c_long, arguments))
+    return ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS)
+
+
+for _what, (_name, _x86, _arm) in _FORBIDDEN_CALLS.items():
+    TOGETHER[f"kernel: {_what} is allowed"] = lambda _, x86=_x86, arm=_arm: _is_call_served(x86, arm)
+
+
+@_attempt("processes: 40 can be started", ALONE)
+def _start_many_processes(_: Surroundings) -> bool:
+    for _number in range(40):
+        if os.fork() == 0:
+            time.sleep(3)
+            os._exit(0)
+    return True
+
+
+@_attempt("memory: processes together can have twice the limit", ALONE)
 def _allocate_in_children(around: Surroundings) -> bool:
     children = []
     for _number in range(4):
@@ -218,66 +290,13 @@ def _allocate_in_children(around: Surroundings) -> bool:
     return all(os.waitpid(child, 0)[1] == 0 for child in children)
 
 
-def _start_many_processes(_: Surroundings) -> bool:
-    for _number in range(40):
-        if os.fork() == 0:
-            time.sleep(3)
-            os._exit(0)
-    return True
-
-
-TOGETHER: dict[str, Callable[[Surroundings], bool]] = {
-    "files: one of this machine can be read": lambda around: bool(open(around["file"]).read()),
-    "files: a link in /tmp leads out": _read_file_through_link,
-    "files: a folder other than /tmp can be written": _write_outside_tmp,
-    "files: settings of the kernel can be seen or written": lambda _: (
-        os.path.exists("/sys/kernel") or bool(open("/proc/sys/kernel/core_pattern", "r+"))
-    ),
-    "files: one can grow over its limit": _fill_one_file,
-    "files: /tmp can hold more than its limit": _fill_tmp,
-    "files: a device of this machine is visible": lambda _: bool(set(os.listdir("/dev")) - _DEVICES),
-    "secrets: the environment of the generator can be read": _read_environment,
-    "secrets: a descriptor of the generator or of bubblewrap can be opened": _use_inherited_descriptor,
-    "processes: another of this machine can be signaled": _signal_other_process,
-    "processes: others of this machine are visible": lambda _: len(list(_each_process("stat"))) > 10,
-    "network: a port of this machine can be reached": lambda around: bool(
-        socket.create_connection(("127.0.0.1", around["port"]), 2)
-    ),
-    "network: an abstract socket of this machine can be reached": _connect_to_abstract_socket,
-    "network: an interface other than loopback exists": lambda _: any(
-        name != "lo" for _, name in socket.if_nameindex()
-    ),
-    "network: sockets other than Unix, IP and netlink can be made": _open_other_socket,
-    "privileges: capabilities are left or can be gained": _gain_privileges,
-    "limits: they can be raised": _raise_limits,
-    "limits: core files can be left": lambda _: resource.getrlimit(resource.RLIMIT_CORE)[1] > 0,
-    "limits: 256 descriptors can be opened": _open_many_descriptors,
-    "terminal: input can be forged": _type_into_terminal,
-    "memory: twice the limit can be allocated": lambda around: bool(bytearray(2 * around["memory_mib"] * _MIB)),
-    "memory: twice the limit can be shared": lambda around: bool(mmap.mmap(-1, 2 * around["memory_mib"] * _MIB)),
-    "kernel: new namespaces (clone) are allowed": _clone_into_new_namespace,
-    **{
-        f"kernel: {what} is allowed": lambda _, x86=x86, arm=arm: _is_call_served(x86, arm)
-        for what, (_name, x86, arm) in _FORBIDDEN_CALLS.items()
-    },
-}
-"""Attempts that can share one run."""
-ALONE: dict[str, Callable[[Surroundings], bool]] = {
-    "processes: 40 can be started": _start_many_processes,
-    "memory: processes together can have twice the limit": _allocate_in_children,
-}
-"""Attempts that need separate runs, because they exhaust the limits."""
-
-
-def _attempt(escape: Callable[[Surroundings], bool], around: Surroundings) -> str:
-    try:
-        return "escaped" if escape(around) else ""
-    except (OSError, MemoryError):
-        return ""
-    except Exception as error:
-        return f"failed: {type(error).__name__}: {error}"
-
-
 if __name__ == "__main__":
-    job = json.load(sys.stdin)
-    print(json.dumps({name: _attempt((TOGETHER | ALONE)[name], job["around"]) for name in job["names"]}))
+    job, attempts, found = json.load(sys.stdin), TOGETHER | ALONE, {}
+    for name in job["names"]:
+        try:
+            found[name] = "escaped" if attempts[name](job["around"]) else ""
+        except (OSError, MemoryError):
+            found[name] = ""
+        except Exception as error:
+            found[name] = f"failed: {type(error).__name__}: {error}"
+    print(json.dumps(found))

@@ -290,8 +290,15 @@ class Generator:
                 self._fail(GeneratorError(reason))
             case ClientDiedError():
                 self._fail(message)
-            case Nack():
-                self._handle_nack(message)
+            case Nack(is_fatal=True, id=trajectory_id, lease_id=lease_id, reason=reason):
+                log.warning("trajectory_rejected", id=trajectory_id, reason=reason)
+                if lease_id:
+                    self._return_leases([lease_id], f"{trajectory_id} was rejected: {reason}")
+            case Nack(reason=reason):
+                # Log once per reason.
+                if reason != self._deferred_reason:
+                    log.warning("trajectories_deferred", reason=reason)
+                self._deferred_reason = reason
         self.wake()
 
     async def _profile(self, stage: Literal["events", "engine", "end"]) -> None:
@@ -425,7 +432,11 @@ class Generator:
         self._return_leases([prompt.lease.id], str(error))
         # Any other error would affect every prompt.
         if isinstance(error, PromptError):
-            self._pause()
+            # Back off, once per request.
+            if (now := self._clock()) >= self._paused_until:
+                self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S) or _FIRST_PAUSE_S
+                self._paused_until = now + self._pause_s
+                asyncio.get_running_loop().call_later(self._pause_s, self.wake)
             self._report_problem(f"a prompt fails: {error}")
             # The failures must persist: one crash can fail many answers at once.
             if self._num_prompt_errors >= _MAX_PROMPT_ERRORS and self._pause_s == _MAX_PAUSE_S:
@@ -433,13 +444,6 @@ class Generator:
                 self._fail(GeneratorError(f"{what}, the last one with: {error}"))
         elif isinstance(error, Exception):
             self._fail(error)
-
-    def _pause(self) -> None:
-        """Back off, once per request."""
-        if (now := self._clock()) >= self._paused_until:
-            self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S) or _FIRST_PAUSE_S
-            self._paused_until = now + self._pause_s
-            asyncio.get_running_loop().call_later(self._pause_s, self.wake)
 
     def _report_problem(self, problem: str) -> None:
         """Send the first problem of each kind for the launcher."""
@@ -449,17 +453,6 @@ class Generator:
             log.warning("first_failure", problem=problem)
             self._problems[name] = problem[:_MAX_PROBLEM_LENGTH]
             self._client.send_status()
-
-    def _handle_nack(self, nack: Nack) -> None:
-        if not nack.is_fatal:
-            # Log once per reason.
-            if nack.reason != self._deferred_reason:
-                log.warning("trajectories_deferred", reason=nack.reason)
-            self._deferred_reason = nack.reason
-            return
-        log.warning("trajectory_rejected", id=nack.id, reason=nack.reason)
-        if nack.lease_id:
-            self._return_leases([nack.lease_id], f"{nack.id} was rejected: {nack.reason}")
 
     async def _release(self, reason: str) -> None:
         # Collected first, because canceled tasks remove themselves.

@@ -221,7 +221,14 @@ class WeightUpdates:
         found = update.epoch, update.version, self._member, message, result.mean, result.largest, pause_s
         lender_errors = self._fetcher.lender_errors if update.source else []
         durations = [seconds.get(stage, 0.0) for stage in ("receive", "prepare", "probe")]
-        self._report(update, UpdateApplied(*found, self._receiver.device, lender_errors, *durations))
+        if update.source is None or not (update.source.has_deltas or update.source.is_lent):
+            # No later update and no other generator needs the fetched bytes.
+            self._fetcher.release()
+        if message:
+            log.error("weight_update_failed", version=update.version, error=message)
+        self._gauges["updates"] += not message
+        self._gauges |= {"pause_ms": round(1000 * pause_s, 1), "probe_diff": result.mean}
+        self._answer(update, UpdateApplied(*found, self._receiver.device, lender_errors, *durations))
 
     @contextmanager
     def _timed(self, stage: str, update: Update, seconds: dict[str, float]) -> Iterator[None]:
@@ -254,16 +261,6 @@ class WeightUpdates:
         if isinstance(self._receiver, MemoryReceiver):
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
-
-    def _report(self, update: Update, answer: UpdateApplied) -> None:
-        if update.source is None or not (update.source.has_deltas or update.source.is_lent):
-            # No later update and no other generator needs the fetched bytes.
-            self._fetcher.release()
-        if answer.error:
-            log.error("weight_update_failed", version=update.version, error=answer.error)
-        self._gauges["updates"] += not answer.error
-        self._gauges |= {"pause_ms": round(1000 * answer.pause_s, 1), "probe_diff": answer.probe_diff}
-        self._answer(update, answer)
 
     def _answer(self, command: OpenEpoch | Update, answer: EpochOpened | UpdateApplied) -> None:
         if command is self._newest:

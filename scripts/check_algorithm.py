@@ -14,9 +14,8 @@ import yaml
 from rich.table import Table
 from torch import Tensor
 
-from slipstream.configs.advantages import CustomAdvantageConfig
+from slipstream.configs.algorithm_terms import CustomAdvantageConfig, CustomPolicyLossConfig
 from slipstream.configs.base import ConfigError
-from slipstream.configs.policy_losses import CustomPolicyLossConfig
 from slipstream.learner.algorithms.inputs import AdvantageInputs, LossInputs
 from slipstream.learner.training.objective import load_formula
 from slipstream.runtime.command_line import make_console
@@ -92,11 +91,13 @@ def _check_advantage(function: Callable[[AdvantageInputs], Tensor]) -> list[Find
     order = torch.randperm(9)
     shuffled = call(rewards[order], groups[order])
     others = torch.where(groups == 2, rewards + 5, rewards)
+    each = (groups == group for group in groups.unique())
+    is_monotone = all(bool((found[own][rewards[own].argsort()].diff() >= -_TOLERANCE).all()) for own in each)
     return [
         Finding("one number per trajectory", True, True),
         Finding("finite", bool(found.isfinite().all()), True),
         Finding("any order of trajectories gives the same", _close(shuffled, found[order]), True),
-        Finding("a larger reward in a group has no smaller advantage", _is_monotone(found, rewards, groups), False),
+        Finding("a larger reward in a group has no smaller advantage", is_monotone, False),
         Finding("equal rewards give exactly 0", bool((call(torch.full_like(rewards, 0.3), groups) == 0).all()), False),
         Finding("groups do not see each other", _close(call(others, groups)[:7], found[:7]), False),
     ]
@@ -149,8 +150,3 @@ def _computed(call: Callable[[], Any], *, setting: str) -> Tensor:
 
 def _close(first: Tensor, second: Tensor) -> bool:
     return bool(torch.allclose(first.double(), second.double(), atol=_TOLERANCE))
-
-
-def _is_monotone(found: Tensor, rewards: Tensor, groups: Tensor) -> bool:
-    each = (groups == group for group in groups.unique())
-    return all(bool((found[own][rewards[own].argsort()].diff() >= -_TOLERANCE).all()) for own in each)

@@ -115,10 +115,6 @@ def _sizes(*, layers: int, width: int, num_heads: int, max_length: int) -> dict[
     }
 
 
-def _make_gpt2(**sizes: int) -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config(embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0, **_sizes(**sizes)))
-
-
 def _make_qwen2(*, width: int, num_heads: int, **sizes: int) -> Qwen2ForCausalLM:
     own = {"intermediate_size": width * 11 // 4, "num_key_value_heads": num_heads, "pad_token_id": 0}
     return Qwen2ForCausalLM(Qwen2Config(**own, **_sizes(width=width, num_heads=num_heads, **sizes)))
@@ -149,7 +145,9 @@ def _make_qwen2_5_vl(*, layers: int, width: int, num_heads: int, max_length: int
 
 _SHARED: dict[str, Any] = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 1, "dtype": "float32"}
 _ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
-    "gpt2": _make_gpt2,
+    "gpt2": lambda **sizes: GPT2LMHeadModel(
+        GPT2Config(embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0, **_sizes(**sizes))
+    ),
     "qwen2": _make_qwen2,
     "qwen2_5_vl": _make_qwen2_5_vl,
 }

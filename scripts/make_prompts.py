@@ -58,16 +58,8 @@ def last_boxed(solution: str) -> str:
     raise ConfigError(f"a solution must hold its answer in \\boxed{{...}}, got `{solution[-40:]}`.")
 
 
-def _gsm8k(values: Values) -> tuple[Any, Any]:
-    return _ask(values["question"], INSTRUCTION), final_answer(values["answer"])
-
-
 def _math(values: Values) -> tuple[Any, Any]:
     return _ask(values["problem"], INSTRUCTION), str(values.get("answer") or last_boxed(values["solution"]))
-
-
-def _verl(values: Values) -> tuple[Any, Any]:
-    return values["prompt"], values["reward_model"]["ground_truth"]
 
 
 def _question(values: Values) -> tuple[Any, Any]:
@@ -103,12 +95,22 @@ _GEOMETRY = "hiyouga/geometry3k"
 _QA = "RUC-NLPIR/FlashRAG_datasets"
 _DAPO = "BytedTsinghua-SIA/DAPO-Math-17k"
 SOURCES = {
-    "gsm8k": Source("openai/gsm8k", _gsm8k, Split("openai/gsm8k", "main/train"), Split("openai/gsm8k", "main/test")),
+    "gsm8k": Source(
+        "openai/gsm8k",
+        lambda values: (_ask(values["question"], INSTRUCTION), final_answer(values["answer"])),
+        Split("openai/gsm8k", "main/train"),
+        Split("openai/gsm8k", "main/test"),
+    ),
     "math": Source("math", _math, Split(_MATH, "data/train"), Split("HuggingFaceH4/MATH-500", "test")),
     "geometry3k": Source(_GEOMETRY, _math, Split(_GEOMETRY, "data/train"), Split(_GEOMETRY, "data/test")),
     "aime_2024": Source("aime_2024", _math, None, Split("HuggingFaceH4/aime_2024", "data/train")),
     "aime_2025": Source("aime_2025", _math, None, Split("math-ai/aime25", "test")),
-    "dapo_math": Source("math_dapo", _verl, Split(_DAPO, "data/dapo-math-17k"), None),
+    "dapo_math": Source(
+        "math_dapo",
+        lambda values: (values["prompt"], values["reward_model"]["ground_truth"]),
+        Split(_DAPO, "data/dapo-math-17k"),
+        None,
+    ),
     "hotpotqa": Source("hotpotqa", _question, Split(_QA, "hotpotqa/train"), Split(_QA, "hotpotqa/dev")),
     "nq": Source("nq", _question, Split(_QA, "nq/train"), Split(_QA, "nq/test")),
 }
@@ -151,7 +153,17 @@ def _read(split: Split, *, folder: Path | None) -> list[Values]:
         name = Path(split.file).name
         where = f"--source={folder}" if folder else f"{split.repository} on the Hugging Face hub"
         raise ConfigError(f"{where} must hold {name}*.parquet or {name}*.jsonl, but has neither.")
-    return [values for file in files for values in _read_file(file)]
+    rows: list[Values] = []
+    for file in files:
+        try:
+            rows += (
+                [msgspec.json.decode(line, type=Values) for line in read_lines(file)]
+                if is_json(file)
+                else read_table(file).to_pylist()
+            )
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{file} must be JSON lines, but cannot be read: {error}") from None
+    return rows
 
 
 def _find(folder: Path, split: Split) -> list[Path]:
@@ -170,15 +182,6 @@ def _download(split: Split) -> list[Path]:
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         must = f"{split.repository} must be reachable on the Hugging Face hub, but is not ({type(error).__name__})"
         raise ConfigError(f"{must}: copy it to this machine and name its folder with --source.") from None
-
-
-def _read_file(file: Path) -> list[Values]:
-    if not is_json(file):
-        return list(read_table(file).to_pylist())
-    try:
-        return [msgspec.json.decode(line, type=Values) for line in read_lines(file)]
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{file} must be JSON lines, but cannot be read: {error}") from None
 
 
 # --- verifiers environments ------------------------------------------------------------------------------------------
@@ -201,17 +204,14 @@ def make_environment_rows(
     require(len(found) >= rows + heldout_rows, "--rows + --heldout-rows", must, got=rows + heldout_rows, why=why)
 
     def convert(task: Values, **place: Any) -> Values:
-        row = make_row(_prompt_of(task), ground_truth=str(task.get("answer", "")), data_source=environment, **place)
+        prompt = task.get("prompt") or "(the environment opens the conversation)"
+        system = [{"role": "system", "content": task["system_prompt"]}] if task.get("system_prompt") else []
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        row = make_row([*system, *messages], ground_truth=str(task.get("answer", "")), data_source=environment, **place)
         # As text, because tasks of one set may have different fields.
         return row | {"task": msgspec.json.encode(task).decode()}
 
     _write(out, split_rows(found, rows, convert))
-
-
-def _prompt_of(task: Values) -> list[Values]:
-    prompt = task.get("prompt") or "(the environment opens the conversation)"
-    system = [{"role": "system", "content": task["system_prompt"]}] if task.get("system_prompt") else []
-    return [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else [*system, *prompt]
 
 
 # --- reasoning-gym ---------------------------------------------------------------------------------------------------

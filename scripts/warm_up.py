@@ -56,26 +56,23 @@ def read_problems(
     """Tokenize a prompt file. `vision`: for prompts with images. Raises ConfigError."""
     why = "make it with slipstream.scripts.make_digits_data"
     require(path.is_file(), str(path), "be a prompt file", got="none", why=why)
-    rows = [*Dataset(path)]
     problems = []
-    for row in rows:
+    for row in Dataset(path):
         prompt, answer = str(row.prompt), row.ground_truth
         prompt_ids, answer_ids = tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
         # A character tokenizer drops unknown characters silently.
         if tokenizer.decode(prompt_ids + answer_ids) != prompt + answer:
             raise ConfigError(f"the tokenizer must know every character of `{prompt}{answer}`, but lacks some.")
-        problems.append(Problem(prompt_ids, [*answer_ids, tokenizer.eos_token_id]))
-    if not vision:
-        return problems
-    return [_add_pictures(problem, row.images, vision) for problem, row in zip(problems, rows, strict=True)]
-
-
-def _add_pictures(problem: Problem, images: list[bytes], vision: VisionModel) -> Problem:
-    prompt, placed = vision.expand(problem.prompt, images)
-    grids = [(image.first_token, image.grid) for image in placed]
-    positions = torch.from_numpy(vision.positions(len(prompt) + len(problem.response), grids))
-    patches = torch.cat([torch.from_numpy(vision.patches(data)) for data in images])
-    return Problem(prompt, problem.response, Pictures(patches, [grid for _, grid in grids], positions))
+        response: list[int] = [*answer_ids, tokenizer.eos_token_id]
+        pictures: Pictures | None = None
+        if vision:
+            prompt_ids, placed = vision.expand(prompt_ids, row.images)
+            grids = [(image.first_token, image.grid) for image in placed]
+            positions = torch.from_numpy(vision.positions(len(prompt_ids) + len(response), grids))
+            patches = torch.cat([torch.from_numpy(vision.patches(data)) for data in row.images])
+            pictures = Pictures(patches, [grid for _, grid in grids], positions)
+        problems.append(Problem(prompt_ids, response, pictures))
+    return problems
 
 
 def collate(problems: list[Problem], *, pad_id: int) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.runner import AgentRunner
-from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.engines.engine import ScriptedEngine
 from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer

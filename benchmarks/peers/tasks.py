@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from slipstream.buffer.trajectory import Reward
-from slipstream.configs.model_cache import cache_folder
+from slipstream.configs.load import cache_folder
 from slipstream.generators.agents.episode import Episode
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.scripts.init_random_model import save_model

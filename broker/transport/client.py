@@ -189,7 +189,16 @@ class BrokerClient:
 
     def step(self, *, timeout_s: float) -> None:
         """Send a due Hello and the outbox, then handle messages; blocks at most `timeout_s`."""
-        self._stay_joined()
+        now, has_others = self._clock(), self._route is not None and self._route.has_others
+        if (self.is_joined or has_others) and now - self._heard_at > BROKER_SILENCE_S:
+            # ZeroMQ may keep a half-open connection for a long time.
+            self._welcomed.clear()
+            self._connected.clear()
+            self._heard_at = now
+            self._channel.reconnect(self._route.next() if self._route and has_others else "")
+        if not self.is_joined and not self.refusal and now >= self._next_hello_at:
+            self._next_hello_at = now + _HELLO_INTERVAL_S
+            self._channel.send([encode(self._hello)])
         self._send_outbox()
         frames = self._channel.receive(timeout_s=timeout_s)
         while frames is not None:
@@ -213,19 +222,6 @@ class BrokerClient:
         """Stop joining and pass the refusal to the role, which then fails."""
         self.refusal = refuse.reason
         self._on_message(refuse)
-
-    def _stay_joined(self) -> None:
-        now = self._clock()
-        has_others = self._route is not None and self._route.has_others
-        if (self.is_joined or has_others) and now - self._heard_at > BROKER_SILENCE_S:
-            # ZeroMQ may keep a half-open connection for a long time.
-            self._welcomed.clear()
-            self._connected.clear()
-            self._heard_at = now
-            self._channel.reconnect(self._route.next() if self._route and has_others else "")
-        if not self.is_joined and not self.refusal and now >= self._next_hello_at:
-            self._next_hello_at = now + _HELLO_INTERVAL_S
-            self._channel.send([encode(self._hello)])
 
     def _send_outbox(self) -> None:
         if self.is_joined:
@@ -251,7 +247,12 @@ class BrokerClient:
                 self.outbox.reject(message)
                 self._on_message(message)
             case Members(generators=generators):
-                self._resend_order({each.member for each in generators})
+                connected = {each.member for each in generators}
+                joined, self._connected = connected - self._connected, connected
+                # New members may have missed the order, and the learner's main thread cannot resend it while the
+                # broadcast blocks. A generator that has handled it only repeats its answer.
+                if self.order and not joined.isdisjoint(self.order.members):
+                    self._channel.send([encode(self.order)])
                 self._on_message(message)
             case LivingBrokers():
                 if not self._moves(message) and self._route is None:
@@ -286,16 +287,6 @@ class BrokerClient:
         self._channel.reconnect(self._route.address)
         self._heard_at = self._next_hello_at = self._clock()
         return True
-
-    def _resend_order(self, connected: set[Member]) -> None:
-        """Repeat the newest order if some of its members are newly connected.
-
-        They may have missed it, and the learner's main thread cannot resend it while the broadcast blocks. A generator
-        that has handled it only repeats its answer.
-        """
-        joined, self._connected = connected - self._connected, connected
-        if self.order and not joined.isdisjoint(self.order.members):
-            self._channel.send([encode(self.order)])
 
 
 def _decode(frames: Frames) -> Message:

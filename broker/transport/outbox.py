@@ -63,7 +63,10 @@ class Outbox:
                 header, payload = self._entries[trajectory_id]
                 if at > now:
                     continue
-                if not self._has_credit(len(payload), num_sending=len(sendable)):
+                sent = len(self._entries) - len(self._waiting) + len(sendable)
+                fits = self._sent_bytes + len(payload) <= self._max_bytes
+                # Always keep one in flight, so that a trajectory larger than the credit does not block the outbox.
+                if sent and not (sent < self._max_messages and fits):
                     break
                 self._sent_bytes += len(payload)
                 sendable.append((header, payload))
@@ -99,12 +102,6 @@ class Outbox:
         del self._sent_at[trajectory_id]
         self._sent_bytes -= len(self._entries[trajectory_id][1])
         self._waiting[trajectory_id] = until
-
-    def _has_credit(self, size_bytes: int, *, num_sending: int) -> bool:
-        sent = len(self._entries) - len(self._waiting) + num_sending
-        fits = self._sent_bytes + size_bytes <= self._max_bytes
-        # Always keep one in flight, so that a trajectory larger than the credit does not block the outbox.
-        return sent == 0 or (sent < self._max_messages and fits)
 
     def _remove(self, trajectory_id: str) -> None:
         entry = self._entries.pop(trajectory_id, None)

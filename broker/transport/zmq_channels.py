@@ -272,8 +272,12 @@ class ZmqClientChannel:
             check_open(is_closed=self._socket.closed)
             self._flush()
             frames = _receive_now(self._socket)
-            if frames is not None or self._consume_wake():
+            if frames is not None:
                 return frames
+            # Clear only if set, so that a `wake` in between is not lost.
+            if self._is_woken.is_set():
+                self._is_woken.clear()
+                return None
             seconds_left = deadline - time.monotonic()
             if seconds_left <= 0:
                 return None
@@ -342,12 +346,6 @@ class ZmqClientChannel:
             # The socket pair may be closed.
             with suppress(OSError):
                 self._wakeup_sender.send(b"\0")
-
-    def _consume_wake(self) -> bool:
-        # Clear only if set, so that a `wake` in between is not lost.
-        if is_woken := self._is_woken.is_set():
-            self._is_woken.clear()
-        return is_woken
 
 
 def _open(context: zmq.Context, kind: int, options: Options) -> zmq.Socket:

@@ -5,7 +5,7 @@ checkpoint layout, so the learner sends that. Each generator derives the same na
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -15,7 +15,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.weights.buckets import TensorMeta
+from slipstream.broker.messages import TensorSlot
+from slipstream.broker.weights.buckets import TensorMeta, dtype_name
 from slipstream.runtime.lora import adapter_parameters
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -137,3 +138,39 @@ class AdapterNames(CheckpointNames):
 
 def _size(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
+
+
+def check_layout(slots: Sequence[TensorSlot], names: CheckpointNames, *, dtype: str) -> None:
+    """Check names, order, shapes, and dtypes of an update for an engine that computes in `dtype`.
+
+    Finds errors that the checksum (intact bytes of other tensors) or the probe (a small tensor not sent) misses. Raises
+    WeightTransferError.
+    """
+    metadata = names.metadata(getattr(torch, dtype))
+    expected = {name: (list(shape), dtype_name(wire)) for name, shape, wire in metadata}
+    sent = [slot.name for slot in slots]
+    known = set(sent)
+    if missing := [name for name in expected if name not in known]:
+        raise WeightTransferError(f"every parameter must be sent, {missing[0]} and {len(missing) - 1} more were not")
+    if unknown := [name for name in sent if name not in expected]:
+        raise WeightTransferError(
+            f"every tensor must belong to a parameter of the model, {unknown[0]} and {len(unknown) - 1} more do not"
+        )
+    # Swapped names with equal shapes pass every other check.
+    for index, (name, expected_name) in enumerate(zip(sent, expected, strict=False)):
+        if name != expected_name:
+            raise WeightTransferError(
+                f"tensors must be in the model's order, with {expected_name} at index {index}, got {name}: "
+                "names were swapped or the models differ"
+            )
+    if len(sent) > len(expected):
+        raise WeightTransferError(f"every parameter must be sent once, got {len(sent)} tensors for {len(expected)}")
+    for slot in slots:
+        shape, own_dtype = expected[slot.name]
+        if slot.shape != shape:
+            raise WeightTransferError(
+                f"tensor {slot.name} must have this generator's shape {shape}, got {slot.shape}: "
+                "learner and generator must start from the same model.path"
+            )
+        if slot.dtype != own_dtype:
+            raise WeightTransferError(f"tensor {slot.name} must have the engine's dtype {own_dtype}, got {slot.dtype}")

@@ -14,11 +14,12 @@ from torch import Tensor
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import DeviceName, GroupBackend, OpenEpoch, Update
 from slipstream.broker.weights import buckets as flat
-from slipstream.broker.weights.process_group import ProcessGroup, device_name
-from slipstream.broker.weights.rendezvous import (
+from slipstream.broker.weights.process_group import (
     SENDER_RANK,
     EpochRank,
+    ProcessGroup,
     connect,
+    device_name,
     listen,
     naming_phase,
     own_address,

@@ -152,7 +152,12 @@ def _apply_block(block: Block, part: bytes, *, onto: Elements) -> None:
     # Before allocating: the numbers come from another process.
     if block.num_changed > len(onto) or block.num_gap_bytes > block.num_changed + len(onto) // _CONTINUED:
         raise _damaged(f"at most {len(onto)} changes in a block", f"{block.num_changed} in {block.num_gap_bytes} bytes")
-    plain = _decompress(part, size_bytes=block.num_gap_bytes + width * block.num_changed)
+    size_bytes = block.num_gap_bytes + width * block.num_changed
+    try:
+        plain: Bytes = np.frombuffer(_codec().decompress(part, decompressed_size=size_bytes), dtype=np.uint8)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        got = f"bytes that zstd cannot decompress: {error}"
+        raise AlteredWeightsError(f"a delta must be readable, got {got}") from error
     changed = _unpack_gaps(plain[: block.num_gap_bytes])
     if len(changed) != block.num_changed or changed[-1] >= len(onto):
         raise _damaged(f"{block.num_changed} indices below {len(onto)}", f"{len(changed)}")
@@ -190,14 +195,6 @@ def _elements(bucket: Tensor, width: int) -> Elements:
 
 def _codec() -> pa.Codec:
     return pa.Codec("zstd", compression_level=_ZSTD_LEVEL)
-
-
-def _decompress(part: bytes, *, size_bytes: int) -> Bytes:
-    try:
-        return np.frombuffer(_codec().decompress(part, decompressed_size=size_bytes), dtype=np.uint8)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        got = f"bytes that zstd cannot decompress: {error}"
-        raise AlteredWeightsError(f"a delta must be readable, got {got}") from error
 
 
 def _damaged(expected: str, got: str) -> AlteredWeightsError:

@@ -108,7 +108,13 @@ class HostWeights:
                     raise
                 log.info("delta_not_applied", version=manifest.version, reason=str(error))
         self._deltas_may_come = False
-        self._allocate(manifest.bucket_bytes)
+        if self.buckets is None or self.buckets.sizes != manifest.bucket_bytes:
+            # Lending continues: until then, requests get NotYetError.
+            with self._lock:
+                self._free()
+            fresh = SharedBuckets(manifest.bucket_bytes)
+            with self._lock:
+                self.buckets, self._held = fresh, [None] * len(manifest.bucket_bytes)
         for index in self._outdated(manifest):
             with self._replacing(index, manifest, digests):
                 self._read_bucket(files, manifest.version, index, deadline=deadline)
@@ -128,15 +134,6 @@ class HostWeights:
             raise AlteredWeightsError(f"bucket {index} of version {manifest.version} must have the learner's digest")
         with self._lock:
             self._held[index] = manifest.checksums[index]
-
-    def _allocate(self, sizes: list[int]) -> None:
-        if self.buckets is None or self.buckets.sizes != sizes:
-            # Lending continues: until then, requests get NotYetError.
-            with self._lock:
-                self._free()
-            fresh = SharedBuckets(sizes)
-            with self._lock:
-                self.buckets, self._held = fresh, [None] * len(sizes)
 
     def _apply_deltas(
         self, files: WeightFiles, manifest: Manifest, *, deadline: Deadline, digests: Sequence[bytes]

@@ -1,4 +1,4 @@
-"""ProcessGroup: one rank of an epoch's process group, over NCCL or Gloo.
+"""ProcessGroup: one rank of an epoch's process group, over NCCL or Gloo. Ranks meet in a store of the learner.
 
 Building has three phases, all before the epoch's deadline:
 
@@ -14,13 +14,14 @@ On GPUs, a process survives the death of a peer only if it was started with `NCC
 closing for a minute and its monitor would end the process. So NCCL gets a day, and this module enforces deadlines.
 """
 
+import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from threading import Event, Thread, Timer
-from typing import Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,15 +29,168 @@ from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import DeviceName, GroupBackend
-from slipstream.broker.weights.double_buffer import DoubleBuffer, StartBroadcast
-from slipstream.broker.weights.rendezvous import (
-    SENDER_RANK,
-    TORCH_ERRORS,
-    EpochRank,
-    gather,
-    naming_phase,
-    seconds_left,
-)
+
+TORCH_ERRORS = (RuntimeError, ValueError, OSError)
+"""DistError and Gloo's errors are RuntimeErrors."""
+SENDER_RANK = 0
+STORE_TIMEOUT_S = 10.0
+"""Default timeout of the learner's store operations."""
+PROCEED = b"proceed"
+_POLL_INTERVAL_S = 0.002
+
+
+class EpochRank(NamedTuple):
+    """A rank of a membership epoch. Example: EpochRank(epoch=3, rank=1, num_ranks=4)."""
+
+    epoch: int
+    rank: int
+    num_ranks: int
+
+
+def listen(host: str, *, ports: Iterable[int]) -> dist.TCPStore:
+    """Open the store at the first free port (0 for any). Raises WeightTransferError."""
+    failure = ""
+    for port in ports:
+        try:
+            # torch itself would listen on every interface.
+            listener = socket.create_server((host, port), backlog=128)
+            break
+        except OSError as error:
+            failure = failure or f"{host}:{port}: {error}"
+    else:
+        must = "be an address of this machine with a free port"
+        raise WeightTransferError(f"the host of a rendezvous must {must}, got {failure}")
+    return dist.TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+        master_listen_fd=listener.detach(),  # the store now owns and closes it
+    )
+
+
+def connect(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
+    """Open a client of the learner's store. Raises RuntimeError."""
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def own_address(host: str, port: int, *, timeout_s: float) -> str:
+    """Local address of a connection to the learner; this machine's name need not resolve. Raises OSError.
+
+    Fails early, whereas torch's client would retry and dump its stack.
+    """
+    with socket.create_connection((host, port), timeout=timeout_s) as probe:
+        return probe.getsockname()[0]
+
+
+def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Event | None = None) -> None:
+    """Wait until all ranks have registered. Raises RuntimeError naming the ranks missing at `deadline` (monotonic).
+
+    Rank 0 also stops waiting when `is_aborted` is set.
+    """
+    if own.rank != SENDER_RANK:
+        store.set(f"ready/{own.rank}", b"1")
+        try:
+            store.wait(["verdict"], timedelta(seconds=seconds_left(deadline)))
+        except RuntimeError as error:
+            raise RuntimeError("rank 0 (the learner) did not publish its verdict in time") from error
+        if (verdict := store.get("verdict")) != PROCEED:
+            raise RuntimeError(verdict.decode())
+        return
+    missing = []
+    for rank in range(SENDER_RANK + 1, own.num_ranks):
+        # Not `wait`, because torch writes two lines to stderr for every timeout.
+        while not store.check([f"ready/{rank}"]):
+            if time.monotonic() >= deadline or (is_aborted and is_aborted.is_set()):
+                missing.append(str(rank))
+                break
+            time.sleep(_POLL_INTERVAL_S)
+    problem = f"rank {', '.join(missing)} did not arrive in time" if missing else ""
+    store.set("verdict", problem.encode() or PROCEED)
+    if problem:
+        raise RuntimeError(problem)
+
+
+def seconds_left(deadline: float) -> float:
+    """Return the seconds until the deadline, at least 0.001: torch treats 0 as no timeout."""
+    return max(deadline - time.monotonic(), 0.001)
+
+
+@contextmanager
+def naming_phase(own: EpochRank, phase: str) -> Iterator[None]:
+    """Convert torch's errors to WeightTransferErrors that name epoch, rank and phase."""
+    try:
+        yield
+    except TORCH_ERRORS as error:
+        where = f"weight epoch {own.epoch}, rank {own.rank} of {own.num_ranks}"
+        raise WeightTransferError(f"{where}: {phase} failed: {error}") from error
+
+
+StartBroadcast = Callable[[int, Tensor], Callable[[], object]]
+"""Starts the broadcast of bucket `index` from or into a buffer, after the current stream's work. The returned function
+makes that stream wait for the broadcast and blocks until it ends."""
+
+
+class DoubleBuffer:
+    """Two GPU buffers: one bucket is copied from or to host memory while another is broadcast. Belongs to one thread.
+
+    Versions are verified in host memory, to save GPU memory. The buffers grow to the largest bucket.
+
+    Invariant: nothing is enqueued on the default stream, which the learner trains on. A copy starts only after the
+    previous broadcast from its buffer, and a broadcast only after its copy.
+    """
+
+    def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
+        self._device = device
+        self._cuda = cuda
+        self._copies = cuda.Stream(device)
+        self._broadcasts = cuda.Stream(device)
+        self._buffers: list[Tensor] = []
+
+    def send(self, buckets: Sequence[Tensor], start: StartBroadcast) -> None:
+        """Broadcast buckets in order, those on the GPU without a copy. Blocks."""
+        self._grow([bucket for bucket in buckets if not bucket.is_cuda])
+        self._upload(buckets, 0)
+        for index in range(len(buckets)):
+            self._broadcasts.wait_stream(self._copies)
+            with self._cuda.stream(self._broadcasts):
+                finish = start(index, self._buffer(buckets, index))
+                # The previous `finish` blocked until the other buffer was free.
+                self._upload(buckets, index + 1)
+                finish()
+
+    def receive(self, buckets: Sequence[Tensor], start: StartBroadcast) -> None:
+        self._grow(buckets)
+        copied: list[Any] = []
+        for index, bucket in enumerate(buckets):
+            with self._cuda.stream(self._broadcasts):
+                if index > 1:
+                    self._broadcasts.wait_event(copied[index - 2])
+                start(index, self._buffer(buckets, index))()
+            self._copies.wait_stream(self._broadcasts)
+            # While the other buffer fills.
+            with self._cuda.stream(self._copies):
+                bucket.copy_(self._buffer(buckets, index), non_blocking=True)
+            copied.append(self._copies.record_event())
+        self._copies.synchronize()
+
+    def _upload(self, buckets: Sequence[Tensor], index: int) -> None:
+        if index < len(buckets) and not buckets[index].is_cuda:
+            with self._cuda.stream(self._copies):
+                self._buffer(buckets, index).copy_(buckets[index], non_blocking=True)
+
+    def _grow(self, buckets: Sequence[Tensor]) -> None:
+        largest = max((bucket.numel() for bucket in buckets), default=0)
+        if largest > (self._buffers[0].numel() if self._buffers else 0):
+            # On the stream that writes them first: kernels on the default stream may still read memory allocated there.
+            with self._cuda.stream(self._copies):
+                self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
+
+    def _buffer(self, buckets: Sequence[Tensor], index: int) -> Tensor:
+        bucket = buckets[index]
+        return bucket if bucket.is_cuda else self._buffers[index % 2][: bucket.numel()]
+
 
 _PIECE_BYTES = 1024 * 1024
 """Size of one operation on host memory, equal on all ranks. It fits into the socket buffer: Gloo notices a peer's death

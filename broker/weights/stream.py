@@ -223,7 +223,17 @@ class WeightStream:
 
     def read(self, version: int, name: str, *, timeout_s: float) -> bytes:
         deadline = Deadline(timeout_s, what=name)
-        size = self._size(version, name, timeout_s=timeout_s)
+
+        def read_size(answer: Answer) -> int | None:
+            if isinstance(answer, Found) or (answer.version, answer.name) != (version, name):
+                return None
+            if isinstance(answer, Gone):
+                raise WeightTransferError(answer.reason)
+            if isinstance(answer, Later):
+                raise NotYetError(answer.num_bytes)
+            return answer.file_bytes
+
+        size = self._ask(ReadChunk(version, name, offset=0, num_bytes=0), read_size, timeout_s=timeout_s)
         if size > _MAX_READ_BYTES:
             must = f"have at most {_MAX_READ_BYTES} bytes to be read whole"
             raise WeightTransferError(f"{name} of version {version} must {must}, got {size}")
@@ -267,7 +277,12 @@ class WeightStream:
             self.num_arrived += progress.record(transfer.num_good + transfer.num_arriving)
             has_come = is_accepted and not transfer.is_waiting
             if progress.has_ended or num_damaged > _MAX_DAMAGED or (deadline.is_over and not has_come):
-                raise self._unfinished(transfer, num_damaged)
+                reason = f"{num_damaged} damaged chunks in a row" if num_damaged else "nothing more in time"
+                raise WeightTransferError(
+                    f"{transfer.name} of version {transfer.version} must arrive from the weight server at "
+                    f"{self._address}, got {transfer.num_good} of {len(transfer.into)} bytes, then {reason}; nothing "
+                    "was loaded"
+                )
             if transfer.is_waiting:
                 self.cancelled.wait(_ASK_AGAIN_S)
             if is_accepted:
@@ -284,18 +299,6 @@ class WeightStream:
             return answer if isinstance(answer, Found) and answer.checksum == checksum else None
 
         return self._ask(Find(checksum), read, timeout_s=timeout_s)
-
-    def _size(self, version: int, name: str, *, timeout_s: float) -> int:
-        def read(answer: Answer) -> int | None:
-            if isinstance(answer, Found) or (answer.version, answer.name) != (version, name):
-                return None
-            if isinstance(answer, Gone):
-                raise WeightTransferError(answer.reason)
-            if isinstance(answer, Later):
-                raise NotYetError(answer.num_bytes)
-            return answer.file_bytes
-
-        return self._ask(ReadChunk(version, name, offset=0, num_bytes=0), read, timeout_s=timeout_s)
 
     def _ask(self, request: Find | ReadChunk, read: Callable[[Answer], T | None], *, timeout_s: float) -> T:
         deadline, stall_s = Deadline(timeout_s, what="an answer"), self._stall_s
@@ -326,13 +329,6 @@ class WeightStream:
         if self._give_up_s is not None and not is_listening(self._address):
             raise WeightTransferError(f"the lender at {self._address} must be alive, but no process listens there now")
         self._channel.reconnect()
-
-    def _unfinished(self, transfer: "_Transfer", num_damaged: int) -> WeightTransferError:
-        reason = f"{num_damaged} damaged chunks in a row" if num_damaged else "nothing more in time"
-        return WeightTransferError(
-            f"{transfer.name} of version {transfer.version} must arrive from the weight server at {self._address}, got "
-            f"{transfer.num_good} of {len(transfer.into)} bytes, then {reason}; nothing was loaded"
-        )
 
 
 class _Transfer:

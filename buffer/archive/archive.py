@@ -15,7 +15,6 @@ from slipstream.buffer.archive.index import (
     LEDGER,
     MANIFEST,
     LedgerReader,
-    Manifest,
     ShardEntry,
     parse_manifest,
     read_manifest,
@@ -80,10 +79,6 @@ class ArchiveCheck(Record):
         return not (self.duplicated or self.problems)
 
 
-def _raise(error: ShardError) -> None:
-    raise error
-
-
 # --- reading ---------------------------------------------------------------------------------------------------------
 class Archive:
     """The shards in the manifest, in the order written.
@@ -105,7 +100,13 @@ class Archive:
         """Read the manifest again. Raises ArchiveError as the constructor does."""
         manifest = read_manifest(self.folder)
         self.shards, self._sealed = manifest.shards, manifest.ledger
-        self.note = _unfinished(self.folder, manifest)
+        self.note = ""
+        if (manifest.unnamed or manifest.is_cut) and not is_held(self.folder, LOCK):
+            lacking = next(iter(manifest.unnamed), "the end of its last line")
+            self.note = (
+                f"{self.folder / MANIFEST} must be whole, but lacks {lacking}: its writer was killed, and resuming the "
+                "run completes it; or the file was damaged since, and must be restored from a copy."
+            )
 
     def steps(self, *, first_step: int = 1, last_step: float = math.inf) -> list[StepEntry]:
         """Ledger of these steps; empty if absent. Raises ArchiveError if it is damaged."""
@@ -117,13 +118,13 @@ class Archive:
         selected: TrajectoryFilter | None = None,
         *,
         decode: Decode | None = None,
-        on_refused: Callable[[ShardError], None] = _raise,
+        on_refused: Callable[[ShardError], None] | None = None,
         is_newest_first: bool = False,
     ) -> Iterator[StoredTrajectory]:
         """Yield the selected trajectories in the order archived, or in reverse; members of a group are adjacent.
 
         Without `decode`, a condition on text is ignored. `on_refused` is called for each unreadable shard, which is
-        skipped unless it raises.
+        skipped unless it raises; without it, the error is raised.
         """
         selected = selected or TrajectoryFilter()
         where = selected.expression()
@@ -137,6 +138,8 @@ class Archive:
                     if selected.matches(stored, decode=decode):
                         yield stored
             except ShardError as error:
+                if on_refused is None:
+                    raise
                 on_refused(error)
 
     def check(self) -> ArchiveCheck:
@@ -178,16 +181,6 @@ class Archive:
             missing=num_missing,
             problems=problems,
         )
-
-
-def _unfinished(folder: Path, manifest: Manifest) -> str:
-    if not (manifest.unnamed or manifest.is_cut) or is_held(folder, LOCK):
-        return ""
-    lacking = next(iter(manifest.unnamed), "the end of its last line")
-    return (
-        f"{folder / MANIFEST} must be whole, but lacks {lacking}: its writer was killed, and resuming the run "
-        "completes it; or the file was damaged since, and must be restored from a copy."
-    )
 
 
 def whole_ledger(
@@ -245,10 +238,14 @@ class ArchiveMirror:
 
     def send(self) -> None:
         """Send what the object store lacks. Can be retried after a StorageError."""
-        for path, shard in self._unchanging():
+        unchanging = [(self._folder / each.file, each.checksum) for each in read_manifest(self._folder).shards]
+        for kind in (IMAGES, OVERFLOW):
+            paths = sorted((self._folder / kind).glob("*"))
+            unchanging += [(path, "") for path in paths if path.suffix != ".tmp"]
+        for path, checksum in unchanging:
             name = str(path.relative_to(self._folder))
             if self._sent.get(name) != (size := path.stat().st_size):
-                self._remote.send(path, name, expected=shard.checksum if shard else "")
+                self._remote.send(path, name, expected=checksum)
                 self._sent[name] = size
         for name in _WHOLE_FILES:
             path = self._folder / name
@@ -257,14 +254,6 @@ class ArchiveMirror:
             if path.is_file() and path.stat().st_size != sent and len(content := _whole_lines(path)) != sent:
                 self._remote.write(name, content)
                 self._sent[name] = len(content)
-
-    def _unchanging(self) -> Iterator[tuple[Path, ShardEntry | None]]:
-        for shard in read_manifest(self._folder).shards:
-            yield self._folder / shard.file, shard
-        for kind in (IMAGES, OVERFLOW):
-            for path in sorted((self._folder / kind).glob("*")):
-                if path.suffix != ".tmp":
-                    yield path, None
 
 
 def _whole_lines(path: Path) -> bytes:

@@ -105,8 +105,18 @@ def read_manifest(folder: Path) -> Manifest:
 
 def parse_manifest(content: bytes, *, where: str | Path) -> Manifest:
     """Parse a manifest, ignoring a truncated last line. Raises ArchiveError."""
-    lines = content.splitlines(keepends=True)
-    found = [*whole_lines(lines, lambda line: _parse_line(line, where), where=where, rule="name a shard")]
+
+    def parse(line: bytes) -> ShardEntry | None:
+        entry = parse_line(line, ShardEntry, schema=_SCHEMA, where=where)
+        if entry is None:
+            # Archives of earlier versions have lines without checksums.
+            try:
+                entry = msgspec.json.decode(line, type=ShardEntry)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                return None
+        return entry if entry.file == LEDGER or shard_number(entry.file) is not None else None
+
+    found = [*whole_lines(content.splitlines(keepends=True), parse, where=where, rule="name a shard")]
     entries, whole = [entry for entry, _ in found], b"".join(line for _, line in found)
     shards = [entry for entry in entries if entry.file != LEDGER]
     ledger = next((entry for entry in reversed(entries) if entry.file == LEDGER), None)
@@ -138,17 +148,6 @@ class ManifestWriter:
 def _shards_in(folder: Path) -> set[str]:
     files = folder.iterdir() if folder.is_dir() else ()
     return {file.name for file in files if shard_number(file.name) is not None}
-
-
-def _parse_line(line: bytes, where: str | Path) -> ShardEntry | None:
-    entry = parse_line(line, ShardEntry, schema=_SCHEMA, where=where)
-    if entry is None:
-        # Archives of earlier versions have lines without checksums.
-        try:
-            entry = msgspec.json.decode(line, type=ShardEntry)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            return None
-    return entry if entry.file == LEDGER or shard_number(entry.file) is not None else None
 
 
 # --- the step ledger --------------------------------------------------------------------------------------------------
@@ -189,7 +188,13 @@ class LedgerReader:
             parse = partial(parse_line, kind=_Step, schema=LEDGER_SCHEMA, where=self._path)
             found = whole_lines(file, parse, where=self._path, rule="hold a step", first=self._num_lines + 1)
             for entry, line in found:
-                self._enter(entry.step, line)
+                # A repeated step invalidates all later ones.
+                while self.places and next(reversed(self.places)) >= entry.step:
+                    self.places.popitem()
+                self.places[entry.step] = (self.num_bytes, len(line))
+                self.digest.update(line)
+                self.num_bytes += len(line)
+                self._num_lines += 1
                 if sealed and self.num_bytes == sealed.bytes:
                     is_checked = self.digest.hexdigest() == sealed.checksum
         if sealed and not is_checked:
@@ -198,15 +203,6 @@ class LedgerReader:
                 f"steps, up to step {sealed.last_step}), got {size} bytes with {self._num_lines} whole lines: it is "
                 "damaged; restore it from a copy, or continue the run without this archive by moving its folder away."
             )
-
-    def _enter(self, step: int, line: bytes) -> None:
-        # A repeated step invalidates all later ones.
-        while self.places and next(reversed(self.places)) >= step:
-            self.places.popitem()
-        self.places[step] = (self.num_bytes, len(line))
-        self.digest.update(line)
-        self.num_bytes += len(line)
-        self._num_lines += 1
 
     def read(self, *, first_step: int = 1, last_step: float = math.inf) -> Iterator[StepEntry]:
         """Yield the entries of these steps. Raises ArchiveError."""

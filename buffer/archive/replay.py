@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from slipstream.buffer.archive.archive import Archive, read_images
-from slipstream.buffer.archive.index import ShardEntry
 from slipstream.buffer.archive.shards import TRAINABLE, read_column, read_shard
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.errors import ArchiveError
-from slipstream.buffer.records import StepEntry, StoredGroup
+from slipstream.buffer.records import StoredGroup
 from slipstream.buffer.sampling import Sample
 from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.run import RunConfig
@@ -61,22 +60,20 @@ class Rollouts:
             group_ids = self._group_ids[index]
             if offset < len(group_ids):
                 group_id = group_ids[self._shuffled(len(group_ids), epoch, index)[offset]]
-                return group_id, self._payloads(self._shards[index])[group_id]
+                shard = self._shards[index]
+                # Consecutive groups share a shard, so cache one.
+                if self._loaded[0] != shard.file:
+                    rows = (stored.trajectory for stored in read_shard(self._folder, shard, where=TRAINABLE))
+                    groups = groupby(rows, key=attrgetter("group_id"))
+                    by_index = ((name, sorted(members, key=attrgetter("index"))) for name, members in groups)
+                    self._loaded = (shard.file, {name: list(map(encode, members)) for name, members in by_index})
+                return group_id, self._loaded[1][group_id]
             offset -= len(group_ids)
         raise AssertionError("every group of an epoch is in one of its shards")
 
     def _shuffled(self, count: int, *path: int) -> list[int]:
         # Across versions, numpy keeps the streams of bit generators stable, but not `permutation`.
         return np.argsort(np.random.PCG64([self._seed, _STREAM, *path]).random_raw(count), kind="stable").tolist()
-
-    def _payloads(self, shard: ShardEntry) -> dict[str, list[bytes]]:
-        # Consecutive groups share a shard, so cache one.
-        if self._loaded[0] != shard.file:
-            rows = read_shard(self._folder, shard, where=TRAINABLE)
-            groups = groupby((stored.trajectory for stored in rows), key=lambda trajectory: trajectory.group_id)
-            payloads = {name: list(map(encode, sorted(members, key=attrgetter("index")))) for name, members in groups}
-            self._loaded = (shard.file, payloads)
-        return self._loaded[1]
 
 
 # --- the plan of a replay ---------------------------------------------------------------------------------------------
@@ -107,7 +104,15 @@ def plan_replay(run: RunConfig) -> ReplayPlan:
         must = f"learner.max_steps must be <= {num_steps} to replay {archive}, got {run.learner.max_steps}"
         raise ConfigError(f"{must}: it holds {len(groups)} groups and {num_steps} steps.")
     replayed = steps[: run.learner.max_steps]
-    _check_complete(archive, replayed, groups)
+    stored = {group.id: [unpack(payload).id for payload in group.payloads] for group in groups}
+    for entry in replayed:
+        for group_id, names in zip(entry.group_ids, entry.trajectory_ids, strict=True):
+            if stored.get(group_id) != names:
+                raise ArchiveError(
+                    f"{archive} must hold all trajectories of step {entry.step} in its ledger, {', '.join(names)}, got "
+                    f"{', '.join(stored.get(group_id, [])) or 'none of them'}: `slipstream data verify {archive}` "
+                    "lists what else is missing."
+                )
     ones, none = [1.0] * per_step, [False] * per_step
     plan = {each.step: Sample(each.group_ids, each.weights or ones, each.reused or none) for each in replayed}
     return ReplayPlan(groups, plan)
@@ -123,15 +128,3 @@ def stored_groups(archive: Path) -> list[StoredGroup]:
         groups.append(StoredGroup(group_id, "retired", "", group[0].steps, payloads))
     # Stable: groups of one step keep the archive's order.
     return sorted(groups, key=lambda group: (not group.steps, group.steps[:1]))
-
-
-def _check_complete(archive: Path, steps: Iterable[StepEntry], groups: list[StoredGroup]) -> None:
-    stored = {group.id: [unpack(payload).id for payload in group.payloads] for group in groups}
-    for entry in steps:
-        for group_id, names in zip(entry.group_ids, entry.trajectory_ids, strict=True):
-            if stored.get(group_id) != names:
-                raise ArchiveError(
-                    f"{archive} must hold all trajectories of step {entry.step} in its ledger, {', '.join(names)}, got "
-                    f"{', '.join(stored.get(group_id, [])) or 'none of them'}: `slipstream data verify {archive}` "
-                    "lists what else is missing."
-                )

@@ -38,28 +38,26 @@ class RedisBatches(RedisConnection):
         """
         self._planned = samples
         for start in range(0, len(groups), _FETCHED_AT_ONCE):
-            self._load_chunk(groups[start : start + _FETCHED_AT_ONCE], first_sequence=start + 1)
+            pipeline = self._client.pipeline(transaction=False)
+            for sequence, group in enumerate(groups[start : start + _FETCHED_AT_ONCE], start=start + 1):
+                trajectories = [unpack(payload) for payload in group.payloads]
+                payloads = {each.index: payload for each, payload in zip(trajectories, group.payloads, strict=True)}
+                fields = {"sequence": sequence} | _record(group, trajectories)
+                pipeline.hset(self._key(f"group:{group.id}"), mapping=fields)
+                pipeline.hset(self._key(f"payloads:{group.id}"), mapping=payloads)
+                pipeline.zadd(self._key("ready"), {group.id: sequence})
+                pipeline.hincrby(self._key("counters"), "accepted", len(payloads))
+                pipeline.hincrby(self._key("counters"), "payload_bytes", sum(map(len, group.payloads)))
+            self._call(pipeline.execute)
         ordinals = [int(group.id) for group in groups]
         done = np.ones(max(ordinals, default=-1) + 1, dtype=np.uint8)
         done[ordinals] = 0
         uses = Counter(group_id for planned in samples.values() for group_id in planned.group_ids)
         max_uses = int(self._call(self._client.hget, self._key("run"), "max_uses") or 1)
-        fields = {"next_ordinal": len(done), "admitted": len(groups), "ready_sequence": len(groups)}
-        fields["max_uses"] = max([max_uses, *uses.values()])
+        counts = {"next_ordinal": len(done), "admitted": len(groups), "ready_sequence": len(groups)}
+        counts["max_uses"] = max([max_uses, *uses.values()])
         self._call(self._client.set, self._key("done"), np.packbits(done).tobytes())
-        self._call(self._client.hset, self._key("run"), mapping=fields)
-
-    def _load_chunk(self, groups: list[StoredGroup], *, first_sequence: int) -> None:
-        pipeline = self._client.pipeline(transaction=False)
-        for sequence, group in enumerate(groups, start=first_sequence):
-            trajectories = [unpack(payload) for payload in group.payloads]
-            payloads = {each.index: payload for each, payload in zip(trajectories, group.payloads, strict=True)}
-            pipeline.hset(self._key(f"group:{group.id}"), mapping={"sequence": sequence} | _record(group, trajectories))
-            pipeline.hset(self._key(f"payloads:{group.id}"), mapping=payloads)
-            pipeline.zadd(self._key("ready"), {group.id: sequence})
-            pipeline.hincrby(self._key("counters"), "accepted", len(payloads))
-            pipeline.hincrby(self._key("counters"), "payload_bytes", sum(map(len, group.payloads)))
-        self._call(pipeline.execute)
+        self._call(self._client.hset, self._key("run"), mapping=counts)
 
     def claim(
         self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float

@@ -4,11 +4,13 @@ Every store operation may be repeated after a lost answer: docs/decisions/0008-w
 """
 
 import os
+import re
 import ssl
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +23,6 @@ from redis.retry import Retry
 from redis.typing import EncodableT
 
 from slipstream.buffer.errors import RunConflictError, StaleFenceError, StoreCannotWriteError, StoreUnavailableError
-from slipstream.buffer.redis.scripts import load_script
 from slipstream.buffer.sampling import RowCount
 from slipstream.buffer.store_rules import no_run
 from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
@@ -424,3 +425,15 @@ def decode_row_count(stored: bytes) -> RowCount:
 def text(value: bytes | None) -> str:
     """Decode a text field; empty if absent."""
     return (value or b"").decode()
+
+
+# --- scripts ---------------------------------------------------------------------------------------------------------
+@cache
+def load_script(name: str) -> str:
+    """Text of `scripts/<name>.lua` after the shared prelude, as the server runs it.
+
+    Comments become empty lines, because the server logs and replicates the text; line numbers in errors match.
+    """
+    folder = resources.files("slipstream.buffer.redis") / "scripts"
+    text = "".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name))
+    return re.sub(r"^ *--.*", "", text, flags=re.MULTILINE)

@@ -136,7 +136,13 @@ class RedisPrompts(RedisConnection):
         event. Raises StaleFenceError unless `fence` is the chief's (`store_rules`).
         """
         events = self._reap_leases("leases", fence) + self._reap_leases("evaluation_leases", fence)
-        events += self._reap_groups(group_deadline, fence)
+        if group_deadline is not None and not isinstance(group_deadline, RefillConfig):
+            fewest = group_deadline.min_members if isinstance(group_deadline, TrainShortConfig) else 0
+            after_ms = int(group_deadline.after_s * 1000)
+            events += [
+                short_group_message(text(group), members=members, size=size, deadline=group_deadline)
+                for group, members, size in self._run_as_chief("reap_groups", fence, after_ms, fewest, _REAPED_AT_ONCE)
+            ]
         claims = self._run_as_chief("reap_claims", fence, self._max_attempts)
         return events + [
             lapsed_claim_message(int(step), num_ready=num_ready, quarantined=list(map(text, groups)))
@@ -150,16 +156,6 @@ class RedisPrompts(RedisConnection):
                 text(group), attempt=int(attempt), owner=text(owner), is_quarantined=fate == b"quarantined"
             )
             for group, attempt, owner, fate in events
-        ]
-
-    def _reap_groups(self, deadline: GroupDeadline | None, fence: int) -> list[str]:
-        if deadline is None or isinstance(deadline, RefillConfig):
-            return []
-        fewest = deadline.min_members if isinstance(deadline, TrainShortConfig) else 0
-        events = self._run_as_chief("reap_groups", fence, int(deadline.after_s * 1000), fewest, _REAPED_AT_ONCE)
-        return [
-            short_group_message(text(group), members=members, size=size, deadline=deadline)
-            for group, members, size in events
         ]
 
     # --- trajectories ------------------------------------------------------------------------------------------------
@@ -201,7 +197,14 @@ class RedisPrompts(RedisConnection):
 
     def _insert_chunk(self, chunk: list[Packed], guest: str) -> list[str]:
         """Insert in one call. It checks only once whether memory is full."""
-        arguments = (argument for header, payload in chunk for argument in (_header_argument(header), payload))
+        arguments: list[bytes] = []
+        for header, payload in chunk:
+            fields: list[Any] = [header.id, header.group_id, header.index, header.group_size]
+            fields += [header.oldest_version, header.newest_version]
+            fields += [header.checksum, header.attempt, header.written_tokens, header.reward]
+            fields += [int(header.reward_status == "ok"), int(header.is_correct), int(header.is_greedy)]
+            # Numbers as text, because a script's numbers are doubles.
+            arguments += [msgspec.msgpack.encode(list(map(str, fields))), payload]
         try:
             return text(self._run("insert", guest, *arguments)).split()
         except StoreUnavailableError as error:
@@ -244,11 +247,3 @@ def _insertion(word: str) -> Insertion:
     if word in ("duplicate", "superseded"):
         return Insertion(outcome=word)  # type: ignore[arg-type]
     return Insertion(outcome="refused", reason=word)
-
-
-def _header_argument(header: TrajectoryHeader) -> bytes:
-    """Pack the header for `insert.lua`, with numbers as text, because a script's numbers are doubles."""
-    place = (header.id, header.group_id, header.index, header.group_size, header.oldest_version, header.newest_version)
-    content = (header.checksum, header.attempt, header.written_tokens, header.reward)
-    flags = (header.reward_status == "ok", header.is_correct, header.is_greedy)
-    return msgspec.msgpack.encode([str(field) for field in (*place, *content, *map(int, flags))])

@@ -97,23 +97,22 @@ def store_url(run: RunConfig, folder: Path) -> str:
         found = f"mode=sft has none: see {folder / 'metrics.jsonl'}"
         raise ConfigError(f"run {run.name!r} must have a store to inspect, but {found}.")
     if isinstance(config, RedisConfig):
-        return config.url if config.tls_ca_file is None else _with_authority(config.url, Path(config.tls_ca_file))
+        if config.tls_ca_file is None:
+            return config.url
+        path = Path(config.tls_ca_file)
+        try:
+            ssl.create_default_context(cafile=path)
+        except OSError as error:
+            got = f"{path}: {error.strerror or error}"
+            raise ConfigError(f"buffer.store.tls_ca_file must be a file of certificates in PEM, got {got}.") from None
+        # redis-py reads the file from the address.
+        return f"{config.url}{'&' if '?' in config.url else '?'}ssl_ca_certs={quote(str(path.resolve()), safe='')}"
     if run.is_one_process:
         raise ConfigError(
             f"run {run.name!r} must have a store to inspect, but with mode={run.mode} it is private and exists only "
             f"while the run does: the archived data is in {folder / 'archive'}."
         )
     return EmbeddedRedis(folder / "store").url
-
-
-def _with_authority(url: str, path: Path) -> str:
-    """Add the CA file as redis-py reads it. Raises ConfigError."""
-    try:
-        ssl.create_default_context(cafile=path)
-    except OSError as error:
-        got = f"{path}: {error.strerror or error}"
-        raise ConfigError(f"buffer.store.tls_ca_file must be a file of certificates in PEM, got {got}.") from None
-    return f"{url}{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(path.resolve()), safe='')}"
 
 
 def _start_server(run: RunConfig, folder: Path, *, timeout_s: float, idle_timeout_s: float) -> EmbeddedRedis | None:

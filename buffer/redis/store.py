@@ -93,7 +93,14 @@ class RedisStore(RedisPrompts, RedisBatches):
         if run_id != self._run_id:
             raise RunConflictError(f"this store was opened for run {self._run_id!r}, got {run_id!r}.")
         rows = msgspec.json.encode(num_rows)
-        settings = (config_json, rows, seed, LAYOUT, int(keeps_finished), max_uses, *_filter_arguments(group_filter))
+        match group_filter:
+            case ZeroAdvantageConfig():
+                rule = ("zero_advantage", _MIN_SPREAD, 0.0)
+            case AccuracyConfig(min_accuracy=above, max_accuracy=below):
+                rule = ("accuracy", above, below)
+            case _:
+                rule = ("none", 0.0, 0.0)
+        settings = (config_json, rows, seed, LAYOUT, int(keeps_finished), max_uses, *rule)
         rules = msgspec.json.encode(curriculum) if curriculum else ""
         stored_config, stored_rows, stored_seed, layout = self._run("open_run", *settings, rules)
         _check_layout(run_id, int(layout))
@@ -333,16 +340,6 @@ class RedisStore(RedisPrompts, RedisBatches):
 
 def _numbers(flat: list[Any]) -> dict[str, int]:
     return {text(name): int(number) for name, number in zip(flat[::2], flat[1::2], strict=True)}
-
-
-def _filter_arguments(group_filter: FilterConfig) -> tuple[str, float, float]:
-    match group_filter:
-        case ZeroAdvantageConfig():
-            return "zero_advantage", _MIN_SPREAD, 0.0
-        case AccuracyConfig(min_accuracy=above, max_accuracy=below):
-            return "accuracy", above, below
-        case _:
-            return "none", 0.0, 0.0
 
 
 def _check_layout(run_id: str, layout: int) -> None:

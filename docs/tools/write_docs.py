@@ -26,10 +26,9 @@ from msgspec.inspect import (
 )
 
 from docs.tools.monitoring_files import alerts, dashboard
-from slipstream.configs.advantages import AdvantageConfig
+from slipstream.configs.algorithm_terms import AdvantageConfig, MaskConfig, PolicyLossConfig
 from slipstream.configs.base import Formula
 from slipstream.configs.generators import RewardConfig, RewardFunctionConfig
-from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig
 from slipstream.configs.schema import PRESETS, Setting, groups, settings, variants
 from slipstream.learner.algorithms import find
 from slipstream.runtime.healthy_ranges import RANGES

@@ -20,9 +20,8 @@ from slipstream.configs.generators import (
     ToolConfig,
     ToolsAgentConfig,
 )
-from slipstream.generators.agents.environment_loop import EnvironmentLoop
+from slipstream.generators.agents.agent_processes import SILENT_FRACTION, AnswerQueue, EnvironmentLoop
 from slipstream.generators.agents.episode import AgentLoop, Episode, Turn
-from slipstream.generators.agents.external import SILENT_FRACTION, AnswerQueue
 from slipstream.generators.errors import PromptError, ToolError
 from slipstream.generators.tokenization import PromptEncoder
 from slipstream.generators.tools.call_format import ONLY, ToolCall, load_format
@@ -156,7 +155,18 @@ class InteractionLoop(ToolLoop):
         self._users: dict[str, Any] = {}
         for number, each in enumerate(config.interactions):
             user = InteractionConfig(function=each) if isinstance(each, str) else each
-            built, name = _build(user, setting=f"{setting}.interactions[{number}]")
+            key = f"{setting}.interactions[{number}].function"
+            found = find_function(user.function, setting=key)
+            try:
+                built = found(user.arguments)
+            except Exception as error:
+                raise ConfigError(
+                    f"{key} must name a class that is made with one record, got {user.function!r}: "
+                    f"{type(error).__name__}: {error}."
+                ) from error
+            if missing := [method for method in _METHODS if not callable(getattr(built, method, None))]:
+                raise ConfigError(f"{key} must have the methods {', '.join(_METHODS)}, but lacks {missing[0]}.")
+            name = user.name or found.__name__
             if name in self._users:
                 raise ConfigError(f"{setting}.interactions must have unique names, got {name} twice: set `name`.")
             self._users[name] = built
@@ -207,20 +217,6 @@ def _pay(episode: Episode, score: float) -> None:
     episode.turn_rewards += [0.0] * (missing - 1) + [score] * (missing > 0)
 
 
-def _build(config: InteractionConfig, *, setting: str) -> tuple[Any, str]:
-    found = find_function(config.function, setting=f"{setting}.function")
-    try:
-        user = found(config.arguments)
-    except Exception as error:
-        raise ConfigError(
-            f"{setting}.function must name a class that is made with one record, got {config.function!r}: "
-            f"{type(error).__name__}: {error}."
-        ) from error
-    if missing := [name for name in _METHODS if not callable(getattr(user, name, None))]:
-        raise ConfigError(f"{setting}.function must have the methods {', '.join(_METHODS)}, but lacks {missing[0]}.")
-    return user, config.name or found.__name__
-
-
 class FunctionLoop(AgentLoop):
     """Agent loop that calls a coroutine function."""
 
@@ -258,21 +254,19 @@ class SearchLoop(AgentLoop):
             if number == self._config.max_turns:
                 episode.stop_reason = "turn_limit"
             elif action:
-                episode.observe(_INFORMATION.format(await self._information(episode, query)))
+                failure = None
+                try:
+                    text = await self._search.call({"query": query})
+                except ToolError as error:
+                    failure, text = error, f"error: {error}"
+                episode.metrics.update(tool_calls=1, tool_failures=failure is not None)
+                shown = self._shortened(text.strip(), self._config.max_observation_tokens)
+                episode.observe(_INFORMATION.format(shown))
             elif self._config.invalid_action:
                 episode.metrics["invalid_actions"] += 1
                 episode.observe(self._config.invalid_action)
             else:
                 return
-
-    async def _information(self, episode: Episode, query: str) -> str:
-        failure = None
-        try:
-            text = await self._search.call({"query": query})
-        except ToolError as error:
-            failure, text = error, f"error: {error}"
-        episode.metrics.update(tool_calls=1, tool_failures=failure is not None)
-        return self._shortened(text.strip(), self._config.max_observation_tokens)
 
 
 def read_action(text: str) -> tuple[str, str]:

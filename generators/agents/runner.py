@@ -20,9 +20,8 @@ from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Media, Reward, Sampling, Trajectory, make_trajectory_id
 from slipstream.configs.generators import ExternalAgentConfig
 from slipstream.configs.run import RunConfig
-from slipstream.generators.agents.environment_loop import EnvironmentLoop
+from slipstream.generators.agents.agent_processes import AnswerQueue, EnvironmentLoop
 from slipstream.generators.agents.episode import AgentLoop, Episode, Scorer, Transcript
-from slipstream.generators.agents.external import AnswerQueue
 from slipstream.generators.agents.loops import build_loop
 from slipstream.generators.agents.model_server import ModelServer
 from slipstream.generators.agents.session import ChatForm
@@ -267,6 +266,9 @@ class AgentRunner:
             metrics={name: float(number) for name, number in episode.metrics.items()},
         )
 
+    def _seed(self, lease: Lease, index: int, turn: int = 0) -> int:
+        return request_seed(self._run.seed, group_id=lease.group_id, attempt=lease.attempt, index=index, turn=turn)
+
     def _sampling(self, lease: Lease, index: int) -> Sampling:
         training = self._run.generators.sampling
         # Evaluations have a separate temperature, so that accuracies are comparable.
@@ -282,9 +284,6 @@ class AgentRunner:
             min_p=None if is_baseline else training.min_p or None,
             ignore_eos=training.ignore_eos,
         )
-
-    def _seed(self, lease: Lease, index: int, turn: int = 0) -> int:
-        return request_seed(self._run.seed, group_id=lease.group_id, attempt=lease.attempt, index=index, turn=turn)
 
     async def _score(self, episode: Episode, index: int, comparison: Comparison | None) -> Reward:
         prompt, last = episode.prompt, episode.turns[-1]

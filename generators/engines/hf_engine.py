@@ -15,18 +15,17 @@ from transformers import AutoTokenizer, DynamicCache
 
 from slipstream.broker.messages import Update
 from slipstream.broker.weights import buckets
-from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
+from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames, check_layout
 from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import HfEngineConfig
-from slipstream.generators.engines.checks import check_layout, require_routers
-from slipstream.generators.engines.engine import Completion, EngineLoad, Images, PromptScores, Stop
+from slipstream.generators.engines.engine import Completion, EngineLoad, Images, PromptScores, Stop, no_routers
 from slipstream.generators.errors import EngineDiedError, EngineError
 from slipstream.runtime.images import VisionModel
 from slipstream.runtime.lora import attach_adapter, language_model_class
 from slipstream.runtime.model_files import end_token_ids
-from slipstream.runtime.routers import Routers
+from slipstream.runtime.routers import Routers, find_routers
 
 log = structlog.get_logger(__name__)
 
@@ -63,17 +62,11 @@ def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
     if 0 < sampling.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
     if sampling.top_p < 1:
-        logits = logits.masked_fill(~_nucleus(logits, sampling.top_p), -torch.inf)
+        # Keep the fewest tokens with a total probability of at least `top_p`.
+        ordered, order = logits.softmax(-1).sort(descending=True)
+        mass_before = ordered.cumsum(-1) - ordered
+        logits = logits.index_fill(0, order[mass_before >= sampling.top_p], -torch.inf)
     return logits
-
-
-def _nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """bool[V]: the fewest tokens with a total probability of at least `top_p`."""
-    ordered, order = logits.softmax(-1).sort(descending=True)
-    mass_before = ordered.cumsum(-1) - ordered
-    kept = torch.zeros_like(logits, dtype=torch.bool)
-    kept[order] = mass_before < top_p
-    return kept
 
 
 def _invert_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
@@ -260,7 +253,9 @@ class HfEngine:
         self._tokenizer = tokenizer
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
         if self._config.moe.router_replay:
-            self._routers = Routers(require_routers(model))
+            if not (routers := find_routers(model)):
+                raise no_routers(model)
+            self._routers = Routers(routers)
         self._names = (AdapterNames if self._config.lora else CheckpointNames)(self._model)
         self._end_token_ids = end_token_ids(tokenizer, model.generation_config)
 

@@ -121,7 +121,14 @@ class VerifiersEnvironment:
         _key.set(model["api_key"])
         client = vf.EvalClientConfig(base_url=model["base_url"], api_key_var="SLIPSTREAM_NO_KEY")
         ctx = ModelContext(client=client, model=model["model"], sampling=vf.SamplingConfig())
-        (slot,) = self._env.slots(self._task(row["extra_info"]))
+        task_type, extra = type(self._env.taskset).task_type(), row["extra_info"]
+        if isinstance(extra.get("task"), str | dict):
+            data = json.loads(extra["task"]) if isinstance(extra["task"], str) else extra["task"]
+            task = task_type(task_type.data_type().model_validate(data), self._env.config.taskset.task)
+        else:
+            self._tasks = self._tasks or list(self._env.taskset)
+            task = self._tasks[extra["index"]]
+        (slot,) = self._env.slots(task)
         episode = await self._env.run_slot(slot, ctx)
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors:
@@ -132,11 +139,3 @@ class VerifiersEnvironment:
             metrics |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
         reward = sum(parts.values())
         return {"reward": reward, "parts": parts, "metrics": metrics, "is_correct": reward >= 1}
-
-    def _task(self, extra: dict[str, Any]) -> Any:
-        task_type = type(self._env.taskset).task_type()
-        if isinstance(extra.get("task"), str | dict):
-            data = json.loads(extra["task"]) if isinstance(extra["task"], str) else extra["task"]
-            return task_type(task_type.data_type().model_validate(data), self._env.config.taskset.task)
-        self._tasks = self._tasks or list(self._env.taskset)
-        return self._tasks[extra["index"]]

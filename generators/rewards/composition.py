@@ -235,15 +235,12 @@ class RewardFunctions:
             return failed_reward("error", f"{where}the reward function must return, it called sys.exit({error.code!r})")
         # The message of a ConfigError is a complete sentence.
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        return failed_reward("error", f"{where}{kind}{error}".removesuffix(": ") + _place(error))
-
-
-def _place(error: BaseException) -> str:
-    """Last line of the user's own code that raised an error, or empty."""
-    paths = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
-    libraries = ("<frozen ", str(Path(__file__).parents[2]), *paths)
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(libraries)]
-    return f", at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
+        # Last line of the user's own code.
+        paths = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+        libraries = ("<frozen ", str(Path(__file__).parents[2]), *paths)
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(libraries)]
+        place = f", at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
+        return failed_reward("error", f"{where}{kind}{error}".removesuffix(": ") + place)
 
 
 class _CallFailedError(Exception):

@@ -75,7 +75,18 @@ class RewardWorker(asyncio.Protocol):
         self._is_concurrent = is_concurrent
         self._on_change = on_change
         self._decoder = FrameDecoder()
-        self._socket, self._process, self._mark = _launch()
+        self._socket, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryFile() as mark:
+            mark.truncate(Mark.SIZE)
+            fds = [theirs.fileno(), mark.fileno()]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "slipstream.generators.rewards.worker", *map(str, [*fds, os.getpid()])],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                # Out of reach of Ctrl-C in the terminal.
+                process_group=0,
+            )
+            self._mark = Mark(mark.fileno())
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._is_ending = False
@@ -225,21 +236,6 @@ def _describe_exit(code: int | None, config: RewardConfig) -> tuple[str, str]:
         return "error", f"MemoryError: the reward function must use at most {limit}, but requested more"
     cause = f"signal {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
     return "error", f"the reward worker died ({cause}) while {config.summary} scored this response"
-
-
-def _launch() -> tuple[socket.socket, subprocess.Popen[bytes], Mark]:
-    ours, theirs = socket.socketpair()
-    with theirs, tempfile.TemporaryFile() as mark:
-        mark.truncate(Mark.SIZE)
-        fds = [theirs.fileno(), mark.fileno()]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.generators.rewards.worker", *map(str, [*fds, os.getpid()])],
-            pass_fds=fds,
-            stdin=subprocess.DEVNULL,
-            # Out of reach of Ctrl-C in the terminal.
-            process_group=0,
-        )
-        return ours, process, Mark(mark.fileno())
 
 
 _MAX_FAILED_STARTS = 3

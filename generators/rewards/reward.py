@@ -207,11 +207,6 @@ def _trl_keywords(sample: RewardInput) -> dict[str, Any]:
     }
 
 
-def _trl_reward(value: Any) -> Reward | None:
-    number = _only(value)
-    return None if number is None else _as_reward(number)
-
-
 def _only(values: Any) -> Any:
     try:
         (value,) = values
@@ -228,7 +223,7 @@ _FORMS = {
         lambda sample: {f"{name}s": [value] for name, value in _verl_keywords(sample).items()},
         lambda value: _verl_reward(_only(value)),
     ),
-    "completions": Form(_trl_keywords, _trl_reward),
+    "completions": Form(_trl_keywords, lambda value: None if (number := _only(value)) is None else _as_reward(number)),
     "samples": Form(None, _as_reward, compares=True),
 }
 """Parameter that identifies a convention -> verl's compute_score, its batched version, TRL's functions, and our

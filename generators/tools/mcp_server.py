@@ -16,8 +16,8 @@ from mcp.types import CallToolResult, TextContent
 from mcp.types import Tool as Description
 
 from slipstream.configs.base import ConfigError
+from slipstream.configs.generators import from_environment
 from slipstream.generators.errors import ToolError
-from slipstream.generators.tools.http_tool import from_environment
 
 T = TypeVar("T")
 _END_S = 5.0

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.configs.advantages import AdvantageConfig, CustomAdvantageConfig
 from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, DistillationConfig, RewardShapingConfig
+from slipstream.configs.algorithm_terms import AdvantageConfig, CustomAdvantageConfig
 from slipstream.learner.algorithms import advantages, distillation, find, importance, segments
 from slipstream.learner.algorithms.inputs import (
     AdvantageInputs,

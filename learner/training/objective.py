@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.configs.advantages import CustomAdvantageConfig
 from slipstream.configs.algorithm import AlgorithmConfig, DistillationConfig
+from slipstream.configs.algorithm_terms import CustomAdvantageConfig, CustomPolicyLossConfig
 from slipstream.configs.base import Formula
-from slipstream.configs.policy_losses import CustomPolicyLossConfig
 from slipstream.learner.algorithms import distillation, find, importance, kl
 from slipstream.learner.algorithms.inputs import KlInputs, LossInputs, known
 from slipstream.learner.algorithms.logprobs import Requested

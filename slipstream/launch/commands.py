@@ -2,14 +2,21 @@
 
 from collections.abc import Sequence
 
-from slipstream.buffer import control
+from slipstream.buffer.store import (
+    GENERATORS,
+    NoAnswerError,
+    request_drain,
+    request_generators,
+    request_pause,
+    wait_until_gone,
+)
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.learner import PROFILE_REQUEST
 from slipstream.configs.run import read_config
 from slipstream.observe.reader import read_run
 from slipstream.runtime.run_folder import find_run
 
-_SETTING = f"{control.GENERATORS}="
+_SETTING = f"{GENERATORS}="
 
 
 def scale(words: Sequence[str]) -> None:
@@ -20,16 +27,16 @@ def scale(words: Sequence[str]) -> None:
         raise ConfigError(f"scale needs generators=N once, N >= 0, got {' '.join(settings) or 'none'}.")
     with read_run([word for word in words if not word.startswith(_SETTING)], command="scale") as reader:
         run = reader.folder.name
-        previous = control.request_generators(reader.store, int(number), run=run)
+        previous = request_generators(reader.store, int(number), run=run)
     print(f"{run}: the number of generators changes from {previous} to {number}; see `slipstream status`")
 
 
 def drain(generator_id: str, words: Sequence[str]) -> None:
     """Ask a generator to leave; wait until it has left."""
     with read_run(words, command="drain") as reader:
-        control.request_drain(reader.store, generator_id, run=reader.folder.name)
+        request_drain(reader.store, generator_id, run=reader.folder.name)
         print(f"{generator_id} of {reader.folder.name} is asked to leave", flush=True)
-        control.wait_until_gone(reader.store, generator_id)
+        wait_until_gone(reader.store, generator_id)
     print(f"{generator_id} left")
 
 
@@ -37,7 +44,7 @@ def pause(words: Sequence[str], *, is_off: bool) -> None:
     """Pause a run before its next step, or resume it."""
     with read_run(words, command="pause") as reader:
         run = reader.folder.name
-        control.request_pause(reader.store, is_off=is_off, run=run)
+        request_pause(reader.store, is_off=is_off, run=run)
     pauses = f"pauses before its next step; resume it with `slipstream pause --off {run}`"
     print(f"{run} {'resumes' if is_off else pauses}")
 
@@ -53,7 +60,7 @@ def profile(words: Sequence[str], *, num_steps: int) -> None:
         if state.phase not in ("starting", "training"):
             raise ConfigError(f"profile needs a run that trains, got run {folder.name!r}, which is {state.phase}.")
         if store.now() - learner.get("reported_at", 0.0) > run.broker.peer_timeout_s:
-            raise control.NoAnswerError(f"run {folder.name!r} must have a live learner, got none")
+            raise NoAnswerError(f"run {folder.name!r} must have a live learner, got none")
         if recorded := learner.get(PROFILE_REQUEST):
             raise ConfigError(f"run {folder.name!r} must not be recording already, got steps {recorded}.")
         # The learner reads the request after the current step.

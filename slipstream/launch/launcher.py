@@ -23,10 +23,9 @@ from slipstream.buffer.errors import (
     StoreUnavailableError,
 )
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S
-from slipstream.buffer.redis.embedded import IDLE_TIMEOUT_S, EmbeddedRedis
+from slipstream.buffer.redis.embedded import IDLE_TIMEOUT_S, EmbeddedRedis, RedisSupervisor
 from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.store import RedisStore
-from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.buffer.role_reports import LAUNCHER, LEARNER, PROBLEM_PREFIX
 from slipstream.buffer.store import StoreOutage
 from slipstream.buffer.trajectory import Trajectory

@@ -10,11 +10,10 @@ from contextlib import suppress
 from math import inf
 from typing import Any
 
-from slipstream.buffer.control import GENERATORS
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import EVENTS_KEPT
 from slipstream.buffer.role_reports import LAUNCHER, RoleStatus, role_statuses
-from slipstream.buffer.store import Store
+from slipstream.buffer.store import GENERATORS, Store
 from slipstream.configs.base import ConfigError, Record, require
 from slipstream.configs.generators import AutoscaleConfig
 from slipstream.configs.run import RunConfig

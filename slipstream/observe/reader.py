@@ -14,13 +14,12 @@ from slipstream.buffer.archive.archive import Archive, whole_ledger
 from slipstream.buffer.archive.index import is_archive
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.codec import unpack
-from slipstream.buffer.control import NoAnswerError
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StaleFenceError, StoreUnavailableError
 from slipstream.buffer.records import EVENTS_KEPT, StepEntry, VersionEntry
 from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
 from slipstream.buffer.redis.store import RedisStore
-from slipstream.buffer.store import Store
+from slipstream.buffer.store import NoAnswerError, Store
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.buffer import EmbeddedRedisConfig

@@ -17,10 +17,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.buffer.control import _POLL_EVERY_S
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S
 from slipstream.buffer.role_reports import Liveness, RoleStatus, describe_times, number_of
+from slipstream.buffer.store import _POLL_EVERY_S
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig

@@ -23,9 +23,8 @@ from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Sampling
 from slipstream.configs.data import LoraConfig, ModelConfig, MoeConfig
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
-from slipstream.generators.engines.engine import Completion, Engine
+from slipstream.generators.engines.engine import Completion, Engine, ScriptedEngine
 from slipstream.generators.engines.hf_engine import HfEngine
-from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.runtime.lora import adapter_parameters
 from tests.tiny_model import make_tiny_model, make_tiny_module

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.configs.advantages import GaeConfig, PrimeConfig
 from slipstream.configs.algorithm import (
     AlgorithmConfig,
     CriticConfig,
@@ -17,6 +16,7 @@ from slipstream.configs.algorithm import (
     ProcessRewardConfig,
     ProcessRewardOptimizerConfig,
 )
+from slipstream.configs.algorithm_terms import GaeConfig, PrimeConfig
 from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.learner import build

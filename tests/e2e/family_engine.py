@@ -16,10 +16,9 @@ import msgspec
 import torch
 
 from slipstream.broker.messages import Update
-from slipstream.broker.weights.checkpoint_names import CheckpointNames
+from slipstream.broker.weights.checkpoint_names import CheckpointNames, check_layout
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.generators.engines.checks import check_layout
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.runtime.images import VisionModel
 

@@ -16,9 +16,7 @@ import torch.distributed as dist
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights import process_group
 from slipstream.broker.weights.buckets import checksums, unpack
-from slipstream.broker.weights.double_buffer import DoubleBuffer
-from slipstream.broker.weights.process_group import ProcessGroup
-from slipstream.broker.weights.rendezvous import EpochRank
+from slipstream.broker.weights.process_group import DoubleBuffer, EpochRank, ProcessGroup
 from slipstream.broker.weights.shared_buckets import SharedBuckets, map_buckets
 from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.publishing.staging import Stager

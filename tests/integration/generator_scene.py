@@ -16,7 +16,7 @@ from slipstream.buffer.trajectory import Reward
 from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.agents.runner import AgentRunner
-from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.engines.engine import ScriptedEngine
 from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.tokenization import PromptEncoder

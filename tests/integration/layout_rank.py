@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from slipstream.configs.advantages import GaeConfig, GrpoConfig
 from slipstream.configs.algorithm import AlgorithmConfig, CriticConfig, CriticOptimizerConfig
+from slipstream.configs.algorithm_terms import GaeConfig, GrpoConfig
 from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
 from slipstream.configs.run import RunConfig

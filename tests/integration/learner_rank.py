@@ -14,8 +14,8 @@ import torch
 from slipstream.buffer.archive.step_tokens import write_step
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.trajectory import Reward, Trajectory
-from slipstream.configs.advantages import GaeConfig, GrpoConfig
 from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.algorithm_terms import GaeConfig, GrpoConfig
 from slipstream.configs.data import LoraConfig, ModelConfig, MoeConfig
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.configs.run import StorageConfig

@@ -19,10 +19,10 @@ from urllib.request import Request, urlopen
 import msgspec
 import pytest
 
-from slipstream.buffer.control import GENERATORS
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.role_reports import LAUNCHER
+from slipstream.buffer.store import GENERATORS
 from slipstream.configs.run import RunConfig
 from slipstream.observe.dashboard.guard import TOKEN_VARIABLE
 from slipstream.runtime.run_folder import RunFolder

@@ -9,9 +9,8 @@ import pytest
 
 from slipstream.buffer.errors import StoreLostError, StoreUnavailableError
 from slipstream.buffer.redis.connection import connect
-from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.embedded import EmbeddedRedis, RedisSupervisor
 from slipstream.buffer.redis.run_store import open_run_store
-from slipstream.buffer.redis.supervisor import RedisSupervisor
 from tests.contract.stores import opened, running
 from tests.runs import until
 

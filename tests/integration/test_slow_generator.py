@@ -20,7 +20,7 @@ from slipstream.buffer.codec import unpack
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.engines import ScriptedEngineConfig
-from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.engines.engine import ScriptedEngine
 from tests.builders import make_run
 from tests.fakes import write_rows
 from tests.integration.generator_scene import ALWAYS_ONE, make_generator, make_update

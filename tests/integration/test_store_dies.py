@@ -11,9 +11,8 @@ import pytest
 
 from slipstream.buffer.codec import Packed
 from slipstream.buffer.errors import StoreUnavailableError
-from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.embedded import EmbeddedRedis, RedisSupervisor
 from slipstream.buffer.redis.store import RedisStore
-from slipstream.buffer.redis.supervisor import RedisSupervisor
 from tests import runs
 from tests.builders import make_packed
 from tests.contract.stores import lease_all, opened, running
@@ -76,7 +75,7 @@ class Inserter:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("durability", ["standard", "strict"])
 def test_whenever_the_store_is_killed_all_it_acknowledged_is_there_again(tmp_path, durability, monkeypatch):
-    monkeypatch.setattr("slipstream.buffer.redis.supervisor._WITHIN_S", 0.0)  # frequent deaths are intended here
+    monkeypatch.setattr("slipstream.buffer.redis.embedded._WITHIN_S", 0.0)  # frequent deaths are intended here
     instants = random.Random(SEED)
     server = EmbeddedRedis(tmp_path / "store", durability=durability, max_memory_mib=2048)
     with running(RedisSupervisor(server, start_timeout_s=30)) as supervisor:

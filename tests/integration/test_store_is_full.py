@@ -14,10 +14,9 @@ from slipstream.broker.messages import Ack, Nack, Put
 from slipstream.buffer.codec import Packed
 from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.redis.connection import connect
-from slipstream.buffer.redis.embedded import EmbeddedRedis, find_redis_binary
+from slipstream.buffer.redis.embedded import EmbeddedRedis, RedisSupervisor, find_redis_binary
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
-from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.buffer.store import StoreOutage
 from tests import runs
 from tests.builders import make_packed

@@ -29,7 +29,7 @@ from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.trajectory import Sampling
 from slipstream.configs.cluster import ClusterConfig
 from slipstream.configs.engines import ScriptedEngineConfig
-from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.engines.engine import ScriptedEngine
 from slipstream.generators.weight_updates import WeightUpdates
 from slipstream.learner.publishing.fetches import SnapshotServer
 from tests.fakes import KEYS

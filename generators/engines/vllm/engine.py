@@ -27,14 +27,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import Update
 from slipstream.broker.weights.buckets import SLOWEST_BYTES_PER_S
-from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
+from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames, check_layout
 from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import START_STALLS, VllmEngineConfig
-from slipstream.generators.engines.checks import check_layout, require_routers
-from slipstream.generators.engines.engine import Completion, EngineLoad, Images, PromptScores, Stop
-from slipstream.generators.engines.vllm.adapter import ADAPTER, check_experts, describe
+from slipstream.generators.engines.engine import Completion, EngineLoad, Images, PromptScores, Stop, no_routers
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.generators.engines.vllm.health import StepWatchdog, read_fatal_error, read_load
 from slipstream.generators.engines.vllm.patches import image_input, select_experts
@@ -47,11 +45,12 @@ from slipstream.generators.engines.vllm.process import (
     start_llm,
     stop_llm,
 )
-from slipstream.generators.engines.vllm.weights import LoadOrder, Outcome
+from slipstream.generators.engines.vllm.weights import ADAPTER, LoadOrder, Outcome, check_experts, describe
 from slipstream.generators.errors import EngineDiedError, EngineError, EngineStartError, UnverifiedWeightsError
 from slipstream.runtime.clock import Deadline
 from slipstream.runtime.images import VisionModel, takes_images
 from slipstream.runtime.lora import adapted_layers
+from slipstream.runtime.routers import find_routers
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -116,7 +115,9 @@ class VllmEngine:
         except WeightTransferError as error:
             raise EngineError(f"model.path: {error}") from error
         if self._model.moe.router_replay:
-            self._routed_layers = [router.layer for router in require_routers(module)]
+            if not (routers := find_routers(module)):
+                raise no_routers(module)
+            self._routed_layers = [router.layer for router in routers]
         if self._model.lora:
             check_experts(module)
         arguments = engine_arguments(

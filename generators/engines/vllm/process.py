@@ -31,7 +31,6 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.broker import PROBE_SEQUENCES
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.generators.engines.vllm.adapter import lora_arguments
 from slipstream.generators.engines.vllm.health import LoadRecorder, forget_fatal_error, read_fatal_error
 from slipstream.generators.engines.vllm.patches import (
     SOCKETS,
@@ -40,7 +39,7 @@ from slipstream.generators.engines.vllm.patches import (
     record_routed_experts,
     remove_sockets,
 )
-from slipstream.generators.engines.vllm.weights import VLLM_PROCESSES, WeightWorker
+from slipstream.generators.engines.vllm.weights import VLLM_PROCESSES, WeightWorker, lora_arguments
 from slipstream.generators.errors import EngineError, EngineStartError
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import meta_model
@@ -204,20 +203,6 @@ def start_fork_server() -> None:
     engine_utils.get_mp_context = _EngineContext
 
 
-def _stop_fork_server() -> None:
-    """End the fork server; later engine processes are spawned."""
-    if engine_utils.get_mp_context is not _EngineContext:
-        return
-    engine_utils.get_mp_context = get_mp_context
-    server: Any = forkserver._forkserver
-    os.kill(server._forkserver_pid, signal.SIGKILL)
-    server._stop()
-    # It ends only after the engine's last process, so wait in a thread.
-    stopping = run_in_thread(resource_tracker._resource_tracker._stop, name="stop-tracker")  # type: ignore[attr-defined]
-    with suppress(TimeoutError):
-        stopping.result(timeout=_STOP_GRACE_S)
-
-
 async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
     """Start vLLM, or stop what has started after `timeout_s`. Raises EngineError."""
     forget_fatal_error()
@@ -253,7 +238,17 @@ async def stop_llm(llm: AsyncLLM) -> None:
     # On a CPU, leaving the process group takes longer than any grace.
     await asyncio.to_thread(llm.shutdown, 0.0 if current_platform.is_cpu() else _STOP_GRACE_S)
     _kill_engine_processes()
-    _stop_fork_server()
+    if engine_utils.get_mp_context is _EngineContext:
+        # End the fork server; later engine processes are spawned.
+        engine_utils.get_mp_context = get_mp_context
+        server: Any = forkserver._forkserver
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
+        tracker: Any = resource_tracker._resource_tracker
+        # It ends only after the engine's last process, so wait in a thread.
+        stopping = run_in_thread(tracker._stop, name="stop-tracker")
+        with suppress(TimeoutError):
+            stopping.result(timeout=_STOP_GRACE_S)
     envs.disable_envs_cache()
     forget_fatal_error()
     remove_sockets()

@@ -1,5 +1,5 @@
 """Weight updates in vLLM's workers: a version is loaded into a second copy of the model while requests are decoded, and
-replaces the current one between two steps.
+replaces the current one between two steps. A LoRA adapter is replaced in vLLM's slot.
 
 `register` is the entry point `vllm.general_plugins`, which vLLM calls in each of its processes.
 """
@@ -9,16 +9,19 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import Future
 from multiprocessing import connection
 from queue import Empty, Full, Queue
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
+from vllm.config.lora import MaxLoRARanks
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -30,7 +33,7 @@ from slipstream.broker.messages import TensorSlot
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.shared_buckets import BucketMaps
 from slipstream.configs.base import Record
-from slipstream.generators.engines.vllm.adapter import first_adapter_mismatch, load_adapter, serve_adapters_of_gpt2
+from slipstream.configs.data import LoraConfig
 from slipstream.generators.engines.vllm.health import report_fatal_errors
 from slipstream.generators.engines.vllm.patches import (
     meet_in_own_folder,
@@ -46,6 +49,8 @@ from slipstream.generators.engines.vllm.verify import (
     resolve,
     run_now,
 )
+from slipstream.generators.errors import EngineError
+from slipstream.runtime.routers import find_routers
 
 VLLM_PROCESSES = ("EngineCore", "VllmWorker")
 """Name prefixes of vLLM's processes."""
@@ -131,7 +136,12 @@ class ModelVersions:
         self.checks = KernelChecks()
         try:
             tensors = buckets.unpack(self._maps.get(order.path, sizes=order.bucket_bytes), order.slots)
-            received = [*tensors, *self._tied(dict(tensors), order.tied)]
+            sent = dict(tensors)
+            # Tied tensors for layers with a separate copy, such as a packed head. `named_modules` lists a shared layer
+            # once: not a head that is the embedding itself.
+            own = {f"{path}.{name}" for path, layer in self.model.named_modules() for name in layer._parameters}
+            copied = [(name, sent[first]) for first, *others in order.tied for name in others if name in own]
+            received = [*tensors, *copied]
             seconds["map"] = time.perf_counter() - started_at
             if not order.lora and self._has_room_for_two():
                 self._second = self._second or second_copy(self.model)
@@ -150,7 +160,12 @@ class ModelVersions:
             if self._is_loaded and self._second:
                 exchange(self.model, self._second)
             elif self._lora:
-                self._load_adapter(received)
+                load_adapter(self.model, received, settings=self._lora)
+                mismatch = first_adapter_mismatch(self.model, received, settings=self._lora)
+                # Only the probe checks slices of a split model.
+                if mismatch and self._config.parallel_config.world_size == 1:
+                    must = f"vLLM must hold {mismatch} as sent"
+                    raise WeightTransferError(f"{must}, but it holds different values or nothing")
             else:
                 uncompared = self._load(self.model, received, seconds)
         except WeightTransferError as error:
@@ -163,13 +178,6 @@ class ModelVersions:
         is_possible = self._device.type == "cpu" and self._config.model_config.enforce_eager
         layers = self.model.modules()
         return is_possible and not any(isinstance(one, MLAAttention) or _has_kernel_of_experts(one) for one in layers)
-
-    def _tied(self, sent: dict[str, Tensor], tied: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tied tensors for layers with a separate copy, such as a packed head."""
-        # `named_modules` lists a shared layer once: not a head that is the embedding itself.
-        own = {f"{path}.{name}" for path, layer in self.model.named_modules() for name in layer._parameters}
-        for first, *others in tied:
-            yield from ((name, sent[first]) for name in others if name in own)
 
     def _load(self, model: nn.Module, received: list[tuple[str, Tensor]], seconds: dict[str, float]) -> list[str]:
         """Returns the tensors that could not be compared. Raises WeightTransferError."""
@@ -215,13 +223,6 @@ class ModelVersions:
             missed = f"{stale[0]} and {len(stale) - 1} more kept their old values"
             raise WeightTransferError(f"every parameter of the engine must be loaded, {missed}")
         return load
-
-    def _load_adapter(self, received: list[tuple[str, Tensor]]) -> None:
-        load_adapter(self.model, received, settings=self._lora)
-        mismatch = first_adapter_mismatch(self.model, received, settings=self._lora)
-        # Only the probe checks slices of a split model.
-        if mismatch and self._config.parallel_config.world_size == 1:
-            raise WeightTransferError(f"vLLM must hold {mismatch} as sent, but it holds different values or nothing")
 
 
 class KernelChecks:
@@ -320,3 +321,91 @@ class WeightWorker:
     def switch_weights(self) -> dict[str, Any]:
         assert self._versions is not None, "prepare_weights comes first"
         return msgspec.to_builtins(self._versions.switch())
+
+
+ADAPTER = LoRARequest("policy", 1, lora_path="updated in memory")
+"""The run's adapter. Its path is never read."""
+
+
+def lora_arguments(lora: LoraConfig | None, *, targets: Sequence[str]) -> dict[str, Any]:
+    """vLLM arguments for an adapter slot, if any, in the layers `targets`."""
+    if lora is None:
+        return {}
+    rank = next(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": list(targets)}
+
+
+def check_experts(module: Any) -> None:
+    """Raise EngineError for a mixture-of-experts model on a CPU."""
+    if current_platform.is_cpu() and find_routers(module):
+        raise EngineError(
+            f"model.lora must be null for a mixture of experts on a CPU, got {type(module).__name__}: vLLM does not "
+            "combine experts with adapters on CPUs"
+        )
+
+
+def describe(lora: LoraConfig | None) -> dict[str, Any]:
+    """Settings in peft's format; empty without an adapter."""
+    return {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": []} if lora else {}
+
+
+def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> None:
+    """Replace the adapter in the slot. Raises WeightTransferError for any error in vLLM."""
+    # Local imports, because vLLM's LoRA layers take most of a second.
+    from vllm.lora.lora_model import LoRAModel
+
+    manager = model.lora_manager
+    try:
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER.lora_int_id,
+            # vLLM scales the second matrix in place, and later deltas need the original.
+            {name: tensor.clone() for name, tensor in tensors},
+            PEFTHelper.from_dict(settings),
+            device=manager.device,
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=_mapper(model),
+        )
+        manager.remove_adapter(adapter.id)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(adapter.id)
+    except Exception as error:
+        raise WeightTransferError(f"vLLM could not load the adapter: {type(error).__name__}: {error}") from error
+
+
+def first_adapter_mismatch(model: Any, sent: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> str:
+    """Name of the first tensor that differs from the slot's, or empty."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    manager = model.lora_manager
+    scaling = PEFTHelper.from_dict(settings).vllm_lora_scaling_factor
+    index = manager.lora_index_to_id.index(ADAPTER.lora_int_id)
+    packed = {part: (whole, i) for whole, parts in manager.packed_modules.items() for i, part in enumerate(parts)}
+    for name, tensor in sent:
+        module, is_first = parse_fine_tuned_lora_name(name, _mapper(model))
+        whole, part = packed.get(module, (module, 0))
+        if (layer := manager.modules.get(whole)) is None:
+            return name
+        slices = layer.lora_a_stacked if is_first else layer.lora_b_stacked
+        # Only the probe checks models with more slices than packed parts.
+        if len(slices) == len(manager.packed_modules.get(whole, [module])):
+            held = slices[part][index, 0, : tensor.shape[0], : tensor.shape[1]]
+            expected = tensor.to(held)
+            if not torch.equal(held, expected if is_first or scaling == 1 else expected * scaling):
+                return name
+    return ""
+
+
+def serve_adapters_of_gpt2() -> None:
+    """Declare GPT-2, the default task's model, as LoRA-capable in vLLM."""
+    from vllm.model_executor.models.gpt2 import GPT2LMHeadModel
+    from vllm.model_executor.models.interfaces import SupportsLoRA
+
+    defaults = {name: value for name, value in vars(SupportsLoRA).items() if name in SupportsLoRA.__annotations__}
+    # Query, key, and value share one adapter, as in the checkpoint.
+    for name, value in (defaults | {"packed_modules_mapping": {"c_attn": ["c_attn"]}, "lora_manager": None}).items():
+        setattr(GPT2LMHeadModel, name, value)
+
+
+def _mapper(model: Any) -> Any:
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper and mapper.get_rename_mapper()

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from slipstream.buffer.archive.columns import SCHEMA, from_batch, known_columns, missing_columns, newer_schema
+from slipstream.buffer.archive.shards import SCHEMA, from_batch, known_columns, missing_columns, newer_schema
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.errors import RecordRefusedError

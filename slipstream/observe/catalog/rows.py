@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from slipstream.buffer.archive.columns import SCHEMA, from_batch, known_columns
+from slipstream.buffer.archive.shards import SCHEMA, from_batch, known_columns
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.configs.base import Record
 

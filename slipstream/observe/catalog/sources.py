@@ -12,9 +12,8 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from slipstream.buffer.archive.archive import Archive, whole_ledger
-from slipstream.buffer.archive.columns import SCHEMA, tabulate
 from slipstream.buffer.archive.index import is_archive
-from slipstream.buffer.archive.shards import open_shard
+from slipstream.buffer.archive.shards import SCHEMA, open_shard, tabulate
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import ReplayBufferError, ShardError

@@ -14,9 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.buffer.archive.archive import ArchiveMirror
-from slipstream.buffer.archive.columns import SCHEMA, tabulate
 from slipstream.buffer.archive.index import MANIFEST, ShardEntry, read_manifest
-from slipstream.buffer.archive.shards import LOCK, ShardWriter
+from slipstream.buffer.archive.shards import LOCK, SCHEMA, ShardWriter, tabulate
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RecordRefusedError

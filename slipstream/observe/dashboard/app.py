@@ -29,9 +29,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from slipstream.buffer.archive.trajectory_filter import parse_conditions
-from slipstream.buffer.control import NoAnswerError, request_drain, request_generators, request_pause
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.store import Store
+from slipstream.buffer.store import NoAnswerError, Store, request_drain, request_generators, request_pause
 from slipstream.configs.base import ConfigError
 from slipstream.observe.catalog.catalog import CatalogQuery
 from slipstream.observe.dashboard.feed import Feed

@@ -18,8 +18,7 @@ from slipstream.buffer.codec import unpack
 from slipstream.buffer.trajectory import Reward, TrajectoryHeader
 from slipstream.generators import __main__ as role
 from slipstream.generators import build, tokenization
-from slipstream.generators.engines import scripted_engine
-from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.engines.engine import VOCABULARY, ScriptedEngine
 from slipstream.generators.errors import PromptError
 from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.reward import RewardInput
@@ -134,7 +133,7 @@ class LightEngine(ScriptedEngine):
         chance = random.Random(f"{seed} is long")
         if chance.random() >= _LONG:
             return script
-        return [chance.choice(scripted_engine.VOCABULARY) for _ in range(_LONG_TOKENS)] + script
+        return [chance.choice(VOCABULARY) for _ in range(_LONG_TOKENS)] + script
 
 
 def lighten() -> None:
@@ -143,7 +142,7 @@ def lighten() -> None:
     collective.CollectiveReceiver = lambda device: NoBytes()
     tokenization.load_tokenizer = lambda model: CharacterTokenizer()
     build.RewardPool = InlineRewards
-    scripted_engine.ScriptedEngine = LightEngine
+    build.ScriptedEngine = LightEngine
 
 
 if __name__ == "__main__":

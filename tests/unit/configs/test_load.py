@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from slipstream.configs.advantages import GrpoConfig
 from slipstream.configs.algorithm import CriticOptimizerConfig
+from slipstream.configs.algorithm_terms import GrpoConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import EmbeddedRedisConfig, RedisConfig
 from slipstream.configs.engines import HfEngineConfig, VllmEngineConfig

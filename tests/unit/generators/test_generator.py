@@ -25,8 +25,7 @@ from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.configs.generators import RewardConfig
-from slipstream.generators.engines.engine import EngineLoad
-from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.engines.engine import EngineLoad, ScriptedEngine
 from slipstream.generators.errors import EngineDiedError, EngineError, GeneratorError, PromptError
 from slipstream.generators.generator import ConcurrencyLimit, Generator
 from slipstream.generators.rewards.pool import RewardPool

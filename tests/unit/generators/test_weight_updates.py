@@ -18,8 +18,7 @@ from slipstream.broker.weights.stream import StreamServer
 from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.engines import ScriptedEngineConfig
-from slipstream.generators.engines.engine import Completion
-from slipstream.generators.engines.scripted_engine import VOCABULARY, ScriptedEngine
+from slipstream.generators.engines.engine import VOCABULARY, Completion, ScriptedEngine
 from slipstream.generators.errors import EngineError
 from slipstream.generators.weight_updates import WeightUpdates
 from slipstream.learner.publishing.fetches import SnapshotServer

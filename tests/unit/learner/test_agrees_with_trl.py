@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.configs import policy_losses as losses
-from slipstream.configs.advantages import CustomAdvantageConfig, DrGrpoConfig, RlooConfig
+from slipstream.configs import algorithm_terms as losses
 from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, RewardShapingConfig
+from slipstream.configs.algorithm_terms import CustomAdvantageConfig, DrGrpoConfig, RlooConfig
 from slipstream.learner.algorithms import advantages, distillation, kl
 from slipstream.learner.algorithms.segments import standardized, whiten
 from slipstream.learner.training.objective import Objective

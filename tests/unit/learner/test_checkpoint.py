@@ -13,8 +13,8 @@ from slipstream.buffer.durable_files import find_damage
 from slipstream.buffer.errors import DamagedObjectError
 from slipstream.buffer.records import CheckpointPointer
 from slipstream.configs import algorithm as configs
-from slipstream.configs.advantages import GaeConfig, MovingBaselineConfig, PrimeConfig
 from slipstream.configs.algorithm import AlgorithmConfig, KlConfig
+from slipstream.configs.algorithm_terms import GaeConfig, MovingBaselineConfig, PrimeConfig
 from slipstream.configs.data import LoraConfig
 from slipstream.configs.learner import CheckpointConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.configs.run import StorageConfig

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.configs import advantages, policy_losses
 from slipstream.configs import algorithm as configs
+from slipstream.configs import algorithm_terms as terms
 from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, DistillationConfig, KlConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import GeneratorsConfig, SamplingConfig
@@ -32,25 +32,25 @@ QUICK = configs.CriticOptimizerConfig(learning_rate=1e-3)
 CRITIC, WARMED_UP = CriticConfig(optimizer=QUICK), CriticConfig(optimizer=QUICK, warmup_steps=1)
 PROCESS_OPTIMIZER = configs.ProcessRewardOptimizerConfig(learning_rate=1e-3, epsilon=1e-4)
 PROCESS_REWARD = configs.ProcessRewardConfig(optimizer=PROCESS_OPTIMIZER)
-VTRACE = {"advantage": advantages.VtraceConfig(), "critic": CRITIC, "correction": NONE}
+VTRACE = {"advantage": terms.VtraceConfig(), "critic": CRITIC, "correction": NONE}
 OWN = "tests.unit.learner.own_algorithm:"
 COMPANIONS: dict[str, dict[str, Any]] = {
-    "advantage-win_rate": {"policy_loss": policy_losses.SppoConfig(eta=1.0), "loss_aggregation": "prompt_mean"},
-    "loss-sppo": {"advantage": advantages.WinRateConfig(), "loss_aggregation": "prompt_mean"},
+    "advantage-win_rate": {"policy_loss": terms.SppoConfig(eta=1.0), "loss_aggregation": "prompt_mean"},
+    "loss-sppo": {"advantage": terms.WinRateConfig(), "loss_aggregation": "prompt_mean"},
     "loss-gspo-length_scaled": {"loss_aggregation": "seq_mean_token_mean"},
     "advantage-vtrace": {"correction": NONE},
     "advantage-prime": {"process_reward": PROCESS_REWARD},
 }
 """Settings that an advantage or a loss requires."""
-ADVANTAGES = examples(advantages.AdvantageConfig, function=f"{OWN}centered")
-LOSSES = examples(policy_losses.PolicyLossConfig, function=f"{OWN}squashed", arguments={"sharpness": 2.0})
+ADVANTAGES = examples(terms.AdvantageConfig, function=f"{OWN}centered")
+LOSSES = examples(terms.PolicyLossConfig, function=f"{OWN}squashed", arguments={"sharpness": 2.0})
 SETTINGS: dict[str, dict[str, Any]] = {
     **{f"advantage-{name}": {"advantage": record, "critic": CRITIC} for name, record in ADVANTAGES.items()},
     **{f"loss-{name}": {"policy_loss": record} for name, record in LOSSES.items()},
-    "gae-length_adaptive": {"advantage": advantages.GaeConfig(length_adaptive_alpha=0.05), "critic": WARMED_UP},
+    "gae-length_adaptive": {"advantage": terms.GaeConfig(length_adaptive_alpha=0.05), "critic": WARMED_UP},
     "vtrace-two_updates": VTRACE | {"updates_per_step": 2},
-    "m2po": {"policy_loss": policy_losses.UnclippedConfig(), "masks": [policy_losses.M2poConfig(0.01)]},
-    "opsm": {"masks": [policy_losses.OpsmConfig(0.01)]},
+    "m2po": {"policy_loss": terms.UnclippedConfig(), "masks": [terms.M2poConfig(0.01)]},
+    "opsm": {"masks": [terms.OpsmConfig(0.01)]},
     "seq_tis": {"correction": CorrectionConfig(level="sequence", max_weight=5.0)},
     "geometric": {"correction": CorrectionConfig(level="geometric", max_weight=5.0)},
     "seq_mis": {"correction": CorrectionConfig(level="sequence", outside="mask", min_weight=0.2, max_weight=5.0)},
@@ -123,8 +123,8 @@ def test_several_updates_of_a_step_work_too(tmp_path, name):
 @pytest.mark.parametrize(
     ("algorithm", "complaint"),
     [
-        ({"advantage": advantages.CustomAdvantageConfig(f"{OWN}missing")}, "has no 'missing'"),
-        ({"policy_loss": policy_losses.CustomPolicyLossConfig("no_such_module:loss")}, "no module 'no_such_module'"),
+        ({"advantage": terms.CustomAdvantageConfig(f"{OWN}missing")}, "has no 'missing'"),
+        ({"policy_loss": terms.CustomPolicyLossConfig("no_such_module:loss")}, "no module 'no_such_module'"),
     ],
 )
 def test_a_users_function_that_is_not_there_is_reported_before_anything_is_built(tmp_path, algorithm, complaint):
@@ -135,8 +135,8 @@ def test_a_users_function_that_is_not_there_is_reported_before_anything_is_built
 def test_a_users_function_sees_no_gap_and_is_not_called_without_tokens(tmp_path):
     """Failed rewards remove a whole group, and a bound rejects all tokens of a trajectory."""
     algorithm = {
-        "advantage": advantages.CustomAdvantageConfig(f"{OWN}minus_group_means"),
-        "policy_loss": policy_losses.CustomPolicyLossConfig(f"{OWN}weighted_by_length"),
+        "advantage": terms.CustomAdvantageConfig(f"{OWN}minus_group_means"),
+        "policy_loss": terms.CustomPolicyLossConfig(f"{OWN}weighted_by_length"),
         "correction": ONLY_REJECTED,
     }
     learner = {"prompts_per_step": 4, "tokens_per_microbatch": 64}
@@ -150,7 +150,7 @@ def test_a_users_function_sees_no_gap_and_is_not_called_without_tokens(tmp_path)
 
 @pytest.mark.parametrize("num_updates", [1, 2])
 def test_a_users_loss_sees_the_learners_log_probabilities(tmp_path, num_updates):
-    losses = [policy_losses.ReinforceConfig(), policy_losses.CustomPolicyLossConfig(f"{OWN}score_function")]
+    losses = [terms.ReinforceConfig(), terms.CustomPolicyLossConfig(f"{OWN}score_function")]
     results = []
     for policy_loss in losses:
         algorithm = AlgorithmConfig(policy_loss=policy_loss, updates_per_step=num_updates)
@@ -185,7 +185,7 @@ CORRECTIONS = [
     CorrectionConfig(level="none", max_weight=None, reject=[MEAN]),
 ]
 PROXIMALS = ("recompute", "reuse", "generator", "interpolate")
-MASKS = ([], list(examples(policy_losses.MaskConfig).values()))
+MASKS = ([], list(examples(terms.MaskConfig).values()))
 UPDATES = (1, 2)
 """Number of updates without and with masks."""
 
@@ -218,7 +218,7 @@ def gradient(objective, tokens, logprobs, parts):
 
 
 def compositions(loss):
-    advantage = advantages.WinRateConfig() if isinstance(loss, policy_losses.SppoConfig) else advantages.DrGrpoConfig()
+    advantage = terms.WinRateConfig() if isinstance(loss, terms.SppoConfig) else terms.DrGrpoConfig()
     for correction, proximal, (masks, updates) in product(CORRECTIONS, PROXIMALS, zip(MASKS, UPDATES, strict=True)):
         try:
             settings = {"advantage": advantage, "policy_loss": loss, "loss_aggregation": "seq_mean_token_mean"}

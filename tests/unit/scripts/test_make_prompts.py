@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.broker.dataset import Dataset
 from slipstream.configs.base import ConfigError
-from slipstream.configs.load import load
-from slipstream.configs.model_cache import cache_folder
+from slipstream.configs.load import cache_folder, load
 from slipstream.scripts import make_prompts
 from slipstream.scripts.check_algorithm import check, print_findings
 from slipstream.scripts.convert_gguf import download, main

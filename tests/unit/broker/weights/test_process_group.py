@@ -15,9 +15,7 @@ from torch import Tensor
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights import process_group
 from slipstream.broker.weights.collective import CollectiveSender
-from slipstream.broker.weights.double_buffer import DoubleBuffer
-from slipstream.broker.weights.process_group import ProcessGroup
-from slipstream.broker.weights.rendezvous import EpochRank, connect
+from slipstream.broker.weights.process_group import DoubleBuffer, EpochRank, ProcessGroup, connect
 from tests.cuda_fake import FakeCuda, FakeNccl
 
 NOT_A_CPU = torch.device("meta")

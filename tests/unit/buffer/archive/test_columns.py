@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.archive.columns import ARCHIVE_SCHEMA, SCHEMA, from_batch, newer_schema, to_table
+from slipstream.buffer.archive.shards import ARCHIVE_SCHEMA, SCHEMA, from_batch, newer_schema, to_table
 from slipstream.buffer.archive.step_tokens import StepTokens, drop_steps, keep_newest, read_steps, write_step
 from slipstream.buffer.archive.trajectory_filter import (
     StoredTrajectory,

@@ -13,12 +13,11 @@ import redis
 from redis.connection import Encoder, PythonRespSerializer
 
 import slipstream.buffer.redis
-from slipstream.buffer.redis.connection import CommandPacker, RetryPolicy, is_transient
-from slipstream.buffer.redis.scripts import load_script
-from slipstream.buffer.redis.supervisor import Fsyncer
+from slipstream.buffer.redis.connection import CommandPacker, RetryPolicy, is_transient, load_script
+from slipstream.buffer.redis.embedded import Fsyncer
 from tests.cases import cases
 
-FOLDER = resources.files("slipstream.buffer.redis.scripts")
+FOLDER = resources.files("slipstream.buffer.redis") / "scripts"
 SOURCES = {Path(file.name).stem: file.read_text() for file in FOLDER.iterdir() if file.name.endswith(".lua")}
 PRELUDE = SOURCES.pop("prelude")
 

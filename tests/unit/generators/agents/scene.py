@@ -9,8 +9,7 @@ import numpy as np
 from slipstream.broker.messages import Prompt
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
 from slipstream.generators.agents.runner import AgentRunner
-from slipstream.generators.engines.engine import Completion
-from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.engines.engine import Completion, ScriptedEngine
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_prompt, make_run

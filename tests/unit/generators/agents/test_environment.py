@@ -18,10 +18,9 @@ import structlog
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.trajectory import Sampling, Trajectory
 from slipstream.configs.engines import ScriptedEngineConfig
-from slipstream.generators.agents import environment_loop
+from slipstream.generators.agents import agent_processes
 from slipstream.generators.agents.runner import AgentRunner
-from slipstream.generators.engines.engine import Completion
-from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.engines.engine import Completion, ScriptedEngine
 from slipstream.generators.environments.worker import Model
 from slipstream.generators.errors import GeneratorError
 from slipstream.generators.tokenization import PromptEncoder
@@ -86,7 +85,7 @@ def test_an_environment_that_hangs_ends_with_its_generator(tmp_path: Path):
     )
     start = "subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, process_group=0)"
     generator = f"import subprocess, sys, time; {start}; time.sleep(60)"
-    command = [sys.executable, "-c", generator, sys.executable, environment_loop._WORKER]
+    command = [sys.executable, "-c", generator, sys.executable, agent_processes._WORKER]
     # Its stdin stays open: the worker learns of the end from nothing else.
     with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=tmp_path) as process:
         assert process.stdin
@@ -107,18 +106,18 @@ def test_an_environment_that_cannot_be_loaded_ends_the_generator_with_its_reason
 def test_a_process_without_a_sign_of_life_is_ended_and_a_blocked_event_loop_is_not_silence(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(environment_loop, "_SILENCE_TIMEOUT_S", 2.5)
+    monkeypatch.setattr(agent_processes, "_SILENCE_TIMEOUT_S", 2.5)
     trajectory = play(environment("failing", arguments={"how": "stop"}), ["it is 42"])
     assert trajectory.reward.status == "error"
     assert "environments.py:failing (process" in trajectory.reward.detail
     assert "must give a sign of life within 2.5 s, but did not" in trajectory.reward.detail
-    monkeypatch.setattr(environment_loop, "_SILENCE_TIMEOUT_S", 2.5)
+    monkeypatch.setattr(agent_processes, "_SILENCE_TIMEOUT_S", 2.5)
     trajectory = play(environment("blocking", arguments={"seconds": 5}), ["it is 42"])
     assert trajectory.reward.total == 1.0
 
 
 def test_a_process_whose_event_loop_never_returns_is_replaced(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(environment_loop, "_SILENCE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(agent_processes, "_SILENCE_TIMEOUT_S", 2.0)
     agent = environment("blocking", arguments={"seconds": 60})
     generators = {"agent": agent, "answer_timeout_s": 6.0}
     runner = make_runner(WritingEngine(["it is 42"] * 2), generators=generators)

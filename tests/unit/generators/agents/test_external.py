@@ -10,7 +10,7 @@ import pytest
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.base import ConfigError
-from slipstream.generators.agents import external, loops
+from slipstream.generators.agents import agent_processes, loops
 from slipstream.generators.agents.runner import AgentRunner
 from tests.builders import make_prompt
 from tests.fakes import TOKEN
@@ -137,7 +137,7 @@ def test_the_wait_for_agents_is_told(monkeypatch: pytest.MonkeyPatch):
         await outside.ask(lease)
         await outside.post("/v1/reward", lease["api_key"], reward=1.0)
 
-    monkeypatch.setattr(external, "_REPORT_AFTER_S", 0.2)
+    monkeypatch.setattr(agent_processes, "_REPORT_AFTER_S", 0.2)
     play(agent)
 
 

@@ -10,8 +10,7 @@ from slipstream.buffer.codec import pack
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
 from slipstream.generators.agents.episode import Transcript
 from slipstream.generators.agents.runner import AgentRunner, request_seed
-from slipstream.generators.engines.engine import Completion
-from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.engines.engine import Completion, ScriptedEngine
 from slipstream.generators.errors import EngineError
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import PromptEncoder

@@ -10,9 +10,8 @@ from torch import Tensor
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import TensorSlot
 from slipstream.broker.weights import buckets
-from slipstream.broker.weights.checkpoint_names import CheckpointNames
+from slipstream.broker.weights.checkpoint_names import CheckpointNames, check_layout
 from slipstream.buffer.trajectory import Sampling
-from slipstream.generators.engines.checks import check_layout
 from slipstream.generators.engines.hf_engine import draw_uniforms, sample
 from tests.tiny_model import make_tiny_module
 

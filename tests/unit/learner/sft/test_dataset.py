@@ -9,7 +9,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.buffer.archive.columns import tabulate
+from slipstream.buffer.archive.shards import tabulate
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig, SftConfig

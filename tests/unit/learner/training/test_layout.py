@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.configs.advantages import GaeConfig
 from slipstream.configs.algorithm import AlgorithmConfig, DistillationConfig
+from slipstream.configs.algorithm_terms import GaeConfig
 from slipstream.configs.data import DataConfig
 from slipstream.configs.generators import GeneratorsConfig, SamplingConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig

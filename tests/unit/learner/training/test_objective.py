@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.configs import advantages as estimators
-from slipstream.configs import policy_losses as losses
+from slipstream.configs import algorithm_terms as terms
 from slipstream.configs.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -29,7 +28,7 @@ from tests.unit.learner.builders import documented, make_alone, make_batch, make
 
 TRUNCATED, NONE = CorrectionConfig(max_weight=2.0), CorrectionConfig(level="none", max_weight=None)
 CORRECTIONS = [TRUNCATED, CorrectionConfig(outside="mask", min_weight=0.5, max_weight=5.0), NONE]
-POLICY_LOSSES = [losses.PpoClipConfig(), losses.ReinforceConfig()]
+POLICY_LOSSES = [terms.PpoClipConfig(), terms.ReinforceConfig()]
 
 
 def make_tokens(num_tokens: int = 9, **overrides) -> Tokens:
@@ -70,12 +69,12 @@ def test_decoupled_ppo_by_hand_weighs_at_the_proximal_policy_without_gradient():
     generator, advantages = torch.tensor([0.5, 0.1, 0.4]).log(), torch.tensor([1.0, 1.0, -2.0])
     tokens = make_tokens(3, generator_logprobs=generator, advantages=advantages, token_weights=torch.ones(3))
     proximal, learner = torch.tensor([0.25, 0.5, 0.4]).log(), torch.tensor([0.25, 0.9, 0.2]).log()
-    config = AlgorithmConfig(policy_loss=losses.PpoClipConfig(clip_low=0.2, clip_high=0.2), correction=TRUNCATED)
+    config = AlgorithmConfig(policy_loss=terms.PpoClipConfig(clip_low=0.2, clip_high=0.2), correction=TRUNCATED)
     # weights 0.5, min(5, 2), 1; ratios 1, 1.8 (clipped to 1.2), 0.5 (clipped to 0.8)
     expected = -(0.5 * 1.0 + 2.0 * 1.2 + 1.0 * 0.8 * -2.0)
     assert loss_of(config, tokens, learner, proximal=proximal).item() == pytest.approx(expected)
     tokens, proximal = make_tokens(), -torch.rand(9)
-    config = AlgorithmConfig(policy_loss=losses.PpoClipConfig(), correction=CorrectionConfig(max_weight=1.5))
+    config = AlgorithmConfig(policy_loss=terms.PpoClipConfig(), correction=CorrectionConfig(max_weight=1.5))
     weights = (proximal - tokens.generator_logprobs).exp().clamp(max=1.5)
     expected = -weights * tokens.advantages * tokens.token_weights
     assert torch.allclose(gradient(config, tokens, proximal, proximal=proximal), expected, atol=1e-7)
@@ -100,7 +99,7 @@ def test_an_interpolated_proximal_policy_does_not_soften_what_is_rejected(lag):
 
 
 @pytest.mark.parametrize(
-    "policy_loss", [losses.GspoConfig(), losses.GspoConfig(form="token"), losses.GmpoConfig(), losses.ToprConfig()]
+    "policy_loss", [terms.GspoConfig(), terms.GspoConfig(form="token"), terms.GmpoConfig(), terms.ToprConfig()]
 )
 @pytest.mark.parametrize("way", ["rejected", "masked", "untrusted"])
 def test_a_token_that_does_not_count_has_no_share_in_its_sequence(policy_loss, way):
@@ -147,11 +146,11 @@ def test_masks_look_at_one_sequence_and_ratios_at_one_context():
     columns = {"generator_logprobs": torch.full((6,), 0.9).log(), "sequences": torch.tensor([0, 0, 1, 1, 2, 2])}
     advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
     tokens = make_tokens(6, advantages=advantages, token_weights=torch.ones(6), **columns)
-    config = AlgorithmConfig(policy_loss=losses.ReinforceConfig(), masks=[losses.OpsmConfig(0.5)], correction=NONE)
+    config = AlgorithmConfig(policy_loss=terms.ReinforceConfig(), masks=[terms.OpsmConfig(0.5)], correction=NONE)
     assert not config.needs_current_logprobs
     assert gradient(config, tokens, learner).tolist() == [1, 1, -1, -1, 0, 0]
     assert report_of(config, tokens, learner)["learner/idle_fraction"] == pytest.approx(1 / 3)
-    config = AlgorithmConfig(policy_loss=losses.GspoConfig(), correction=NONE)
+    config = AlgorithmConfig(policy_loss=terms.GspoConfig(), correction=NONE)
     contexts = torch.tensor([0, 0, 1, 1])
     both = {"generator_logprobs": torch.tensor([-1.0, -1.0, -2.0, -2.0]), "contexts": contexts}
     learner = torch.tensor([-0.9995, -0.9999, -2.0003, -1.9999])
@@ -166,7 +165,7 @@ def test_the_log_ratio_penalty_pulls_to_the_generator_where_the_policy_loss_has_
     advantages = torch.tensor([1.0, 0.0, -1.0])
     tokens = make_tokens(3, generator_logprobs=generator, advantages=advantages, token_weights=torch.ones(3))
     penalty = CorrectionConfig(level="none", max_weight=None, log_ratio_penalty=0.25)
-    config = AlgorithmConfig(policy_loss=losses.DppoConfig(), correction=penalty, proximal="generator")
+    config = AlgorithmConfig(policy_loss=terms.DppoConfig(), correction=penalty, proximal="generator")
     expected = 2 * 0.25 * (learner - generator) + torch.tensor([0.0, 0.0, 0.6 / 0.5])
     assert torch.allclose(gradient(config, tokens, learner), expected, atol=1e-6)
     report = report_of(config, tokens, learner, compute=gradient)
@@ -178,7 +177,7 @@ def test_what_is_not_finite_is_neutral_and_only_some_algorithms_need_a_pass_at_t
     broken.generator_logprobs[3] = float("inf")
     assert gradient(AlgorithmConfig(), broken, -torch.rand(9)).isfinite().all()
     assert report_of(AlgorithmConfig(), broken, -torch.rand(9))["learner/nonfinite_fraction"] == pytest.approx(1 / 9)
-    reinforce = {"policy_loss": losses.ReinforceConfig(), "proximal": "recompute"}
+    reinforce = {"policy_loss": terms.ReinforceConfig(), "proximal": "recompute"}
     for settings, is_needed in (
         ({"proximal": "recompute"}, True),
         ({"proximal": "reuse"}, False),
@@ -193,7 +192,7 @@ def test_diagnostics_by_hand_and_weights_of_trajectories_changed_only_by_a_bound
     generator = torch.tensor([0.5, 0.1]).log()
     tokens = make_tokens(2, generator_logprobs=generator, advantages=torch.ones(2), token_weights=torch.ones(2))
     learner, proximal = torch.tensor([0.25, 0.6]).log(), torch.tensor([0.25, 0.4]).log()
-    config = AlgorithmConfig(policy_loss=losses.PpoClipConfig(), correction=TRUNCATED)
+    config = AlgorithmConfig(policy_loss=terms.PpoClipConfig(), correction=TRUNCATED)
     report = report_of(config, tokens, learner, proximal=proximal, entropies=torch.tensor([1.0, 2.0]))
     assert documented(report) <= keys_under(STEP, TOKENS)
     expected = {"tokens": 2, "ratio_mean": 1.25, "ratio_max": 1.5, "idle_fraction": 0.5, "entropy": 1.5}
@@ -225,7 +224,7 @@ def test_mismatch_is_seen_whatever_policy_is_the_proximal_one(proximal):
     assert report["learner/by_lag/2-3/mismatch_k1"] == pytest.approx(-np.log(4.0))
 
 
-@pytest.mark.parametrize("policy_loss", [losses.CispoConfig(), losses.ToprConfig(), losses.DppoConfig()])
+@pytest.mark.parametrize("policy_loss", [terms.CispoConfig(), terms.ToprConfig(), terms.DppoConfig()])
 def test_a_token_beyond_the_clamp_of_log_ratios_keeps_its_gradient(policy_loss):
     tokens = make_tokens(2, generator_logprobs=torch.tensor([-1.0, -1.0]), advantages=torch.tensor([1.0, 1.0]))
     config = AlgorithmConfig(policy_loss=policy_loss, correction=NONE, proximal="generator")
@@ -235,7 +234,7 @@ def test_a_token_beyond_the_clamp_of_log_ratios_keeps_its_gradient(policy_loss):
 
 
 @pytest.mark.parametrize(
-    "policy_loss", [losses.PpoClipConfig(), losses.ReinforceConfig(), losses.CispoConfig(), losses.GspoConfig()]
+    "policy_loss", [terms.PpoClipConfig(), terms.ReinforceConfig(), terms.CispoConfig(), terms.GspoConfig()]
 )
 @pytest.mark.parametrize("proximal", ["recompute", "reuse"])
 def test_a_token_that_the_learner_finds_impossible_has_no_loss_and_is_counted(policy_loss, proximal):
@@ -258,7 +257,7 @@ def test_a_token_that_the_learner_finds_impossible_has_no_loss_and_is_counted(po
     assert metrics.report(make_alone(), num_updates=1)["learner/nonfinite_fraction"] == 0.25
 
 
-UNIONS = (estimators.AdvantageConfig, losses.PolicyLossConfig, losses.MaskConfig)
+UNIONS = (terms.AdvantageConfig, terms.PolicyLossConfig, terms.MaskConfig)
 RECORDS = [record for union in UNIONS for record in get_args(union)]
 
 
@@ -280,7 +279,7 @@ def test_the_state_of_an_objective_is_saved_and_restored():
 
 
 def make_objective(**settings):
-    return Objective(AlgorithmConfig(**({"advantage": estimators.DrGrpoConfig()} | settings)), max_tokens=8)
+    return Objective(AlgorithmConfig(**({"advantage": terms.DrGrpoConfig()} | settings)), max_tokens=8)
 
 
 def prepared(groups, *, num_updates: int = 1, weights=None, **settings):
@@ -311,7 +310,7 @@ def test_parts_of_rewards_are_added_up_by_weight_and_groups_of_equal_rewards_hav
         [make_scored(0, i, total=0.3, parts={"a": 0.1, "b": 0.2}) for i in range(3)],
         [make_scored(1, i, total=0.3, parts={"a": 0.1, "b": b}) for i, b in enumerate((0, 1, 3))],
     ]
-    found = of_trajectories(prepared(groups, advantage=estimators.GdpoConfig()), "advantages")
+    found = of_trajectories(prepared(groups, advantage=terms.GdpoConfig()), "advantages")
     assert found[:3] == [0, 0, 0]
     assert found[3:] != [0, 0, 0]
 
@@ -322,7 +321,7 @@ TWO_TURNS = {"response": (5, 6, 9, 9, 9, 7, 1), "model_mask": WRITTEN, "num_turn
 
 
 def test_users_advantages_see_turns_parts_and_sources_and_gae_steps_over_the_tokens_of_a_tool():
-    own = estimators.CustomAdvantageConfig("tests.unit.learner.own_algorithm:of_turns_parts_and_sources")
+    own = terms.CustomAdvantageConfig("tests.unit.learner.own_algorithm:of_turns_parts_and_sources")
     of_code = make_response(0, 0, reward=1.0, data_source="code", **TWO_TURNS)
     # Without a reward it is excluded, and groups are renumbered.
     failed = msgspec.structs.replace(of_code, id="0-0-1", index=1, reward=Reward(0.0, status="error"))
@@ -331,7 +330,7 @@ def test_users_advantages_see_turns_parts_and_sources_and_gae_steps_over_the_tok
     assert [found.advantages[found.sequences == index].tolist() for index in (0, 2)] == [[112] * 4, [26] * 4]
     batch = make_batch([[make_response(0, 0, reward=3.0, **TWO_TURNS)]]).batch
     batch = batch.with_tokens(values=torch.tensor([0.5, 1.0, 2.0, 1.5]))
-    found = make_objective(advantage=estimators.GaeConfig(gamma=0.5, lam=0.5)).prepare(batch)
+    found = make_objective(advantage=terms.GaeConfig(gamma=0.5, lam=0.5)).prepare(batch)
     # From the end: r - V; then gamma * V of the model's next token - V, plus gamma * lambda * the advantage after it.
     expected = [3.0 - 1.5]
     for value, following in ((2.0, 1.5), (1.0, 2.0), (0.5, 1.0)):
@@ -381,7 +380,7 @@ def test_a_token_baseline_compares_tokens_at_the_same_position_though_older_ones
     groups = [[old, make_response(0, 1, reward=0.0, version=9)]]
     batch = make_batch(groups, learner_version=9, max_lags=[2]).batch
     batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs, collisions=torch.full((6,), 0.5))
-    found = make_objective(advantage=estimators.OptimalTokenBaselineConfig()).prepare(batch).tokens.advantages
+    found = make_objective(advantage=terms.OptimalTokenBaselineConfig()).prepare(batch).tokens.advantages
     # Both have tokens at the last two positions. Only the young one has tokens at the first two.
     assert (found[:2] > 0).all()
     assert found[2:4].tolist() == [0, 0]
@@ -395,10 +394,10 @@ def test_tokens_are_selected_among_those_that_the_correction_leaves_in_one_updat
     start = tokens.generator_logprobs + drift
     batch = batch.with_tokens(start_logprobs=start, current_logprobs=start)
     rejects = CorrectionConfig(reject=[RejectionConfig(over="token", high=1.5)])
-    masked = make_objective(masks=[losses.M2poConfig(threshold=0.05)], correction=rejects)
+    masked = make_objective(masks=[terms.M2poConfig(threshold=0.05)], correction=rejects)
     found = masked.select_tokens(masked.prepare(batch), update=0, seed=0)
     assert found.tokens.is_trusted.all(), "what is far is rejected already"
-    penalized = make_objective(policy_loss=losses.KlCovConfig(fraction=0.5), correction=rejects)
+    penalized = make_objective(policy_loss=terms.KlCovConfig(fraction=0.5), correction=rejects)
     selected = penalized.select_tokens(penalized.prepare(batch), update=0, seed=0).tokens.is_selected
     assert not selected[drift == 1].any()
     assert int(selected.sum()) == int((drift < 1).sum()) // 2
@@ -408,13 +407,13 @@ def test_tokens_are_selected_among_those_that_the_correction_leaves_in_one_updat
     start = batch.tokens.generator_logprobs + torch.where(is_later, 1.0, 0.01)
     batch = batch.with_tokens(start_logprobs=start, current_logprobs=start)
     config = {"updates_per_step": 2, "correction": CorrectionConfig(level="none", max_weight=None)}
-    masked = make_objective(masks=[losses.M2poConfig(threshold=0.05)], **config)
+    masked = make_objective(masks=[terms.M2poConfig(threshold=0.05)], **config)
     found = masked.select_tokens(masked.prepare(batch), update=0, seed=0)
     assert found.tokens.is_trusted.all(), "those of the other update are not judged yet"
     found = masked.select_tokens(found, update=1, seed=0)
     assert found.tokens.is_trusted[~is_later].all()
     assert not found.tokens.is_trusted[is_later].all()
-    penalized = make_objective(policy_loss=losses.KlCovConfig(fraction=0.5), **config)
+    penalized = make_objective(policy_loss=terms.KlCovConfig(fraction=0.5), **config)
     selected = penalized.select_tokens(penalized.prepare(batch), update=0, seed=0).tokens.is_selected
     assert int(selected.sum()) == int((~is_later).sum()) // 2
     assert not selected[is_later].any()

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs import algorithm as configs
-from slipstream.configs.advantages import GaeConfig, PrimeConfig
 from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig
+from slipstream.configs.algorithm_terms import GaeConfig, PrimeConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import LoraConfig
 from slipstream.configs.learner import OptimizerConfig

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.algorithm import AdaptiveKlConfig, AlgorithmConfig, CorrectionConfig, KlConfig, RejectionConfig
+from slipstream.configs.algorithm_terms import ReinforceConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import LoraConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
-from slipstream.configs.policy_losses import ReinforceConfig
 from slipstream.learner.errors import CheckpointError, DivergenceError
 from slipstream.learner.publishing.staging import canary_token_ids
 from slipstream.learner.training.model import load_policy

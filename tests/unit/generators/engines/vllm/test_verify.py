@@ -18,9 +18,16 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from slipstream.broker.errors import WeightTransferError
 from slipstream.configs.data import LoraConfig
 from slipstream.generators.engines.vllm import verify, weights
-from slipstream.generators.engines.vllm.adapter import ADAPTER, describe, first_adapter_mismatch, lora_arguments
 from slipstream.generators.engines.vllm.verify import RecordedLoad
-from slipstream.generators.engines.vllm.weights import KernelChecks, exchange, second_copy
+from slipstream.generators.engines.vllm.weights import (
+    ADAPTER,
+    KernelChecks,
+    describe,
+    exchange,
+    first_adapter_mismatch,
+    lora_arguments,
+    second_copy,
+)
 
 Tensors = list[tuple[str, Tensor]]
 
