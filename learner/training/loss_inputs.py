@@ -195,7 +195,7 @@ def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> 
     for update in trajectories.updates.unique():
         own = trajectories.updates == update
         inputs = AggregationInputs(counts[own], trajectories.groups[own], config.loss_aggregation_length or max_tokens)
-        weights[own] = find(f"aggregation.{config.loss_aggregation}")(inputs)
+        weights[own] = find(f"policy_losses.{config.loss_aggregation}")(inputs)
     return batch.per_token(weights * trajectories.draw_weights).float()
 
 

@@ -24,7 +24,7 @@ from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import load_tokenizer
 from slipstream.launch.generate import AnswerFolder, Job, answer
-from slipstream.launch.scoring import reward_input
+from slipstream.launch.preflight import reward_input
 from slipstream.learner.evaluation import Estimate, Score, by_source, differences, metric_sums, score
 from slipstream.runtime.command_line import add_row, make_console, make_table
 from slipstream.runtime.model_files import check_model_path

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import json
@@ -36,8 +37,8 @@ from slipstream.configs.generators import RewardConfig, SearchAgentConfig, Singl
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.composition import REACHING_OUT, RewardFunctions
 from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.rewards.reward import RewardInput
 from slipstream.launch.generator_pool import check_placement
-from slipstream.launch.scoring import reward_input, score_group
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.credentials import find_token
 from slipstream.runtime.model_files import check_model_files, check_model_path, find_file
@@ -283,3 +284,16 @@ def _run_steps(steps: list[PrepareStep]) -> None:
 if __name__ == "__main__":
     with fail_cleanly():
         _run_steps(json.decode(sys.argv[1], type=list[PrepareStep]))
+
+
+def reward_input(row: Row, response: str, token_ids: list[int], **others: Any) -> RewardInput:
+    """Build the input for a response to a row; `others` extend or replace the row's fields."""
+    fields = {"ground_truth": row.ground_truth, "data_source": row.data_source, "extra_info": row.extra_info} | others
+    return RewardInput(row.prompt, response, response_token_ids=token_ids, **fields)
+
+
+async def score_group(pool: RewardPool, group: list[RewardInput]) -> list[Reward]:
+    """Score answers to one row, together if the row's function compares them."""
+    if group and pool.compares(group[0].data_source):
+        return await pool.score_group(group)
+    return await asyncio.gather(*map(pool.score, group))

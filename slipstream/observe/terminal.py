@@ -1,4 +1,4 @@
-"""Terminal views of a run: `slipstream status` and the launcher's live view."""
+"""Terminal views of a run: `slipstream status`, the launcher's live view, and results."""
 
 import json
 import time
@@ -26,7 +26,6 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.observe.catalog.token_decoder import TOKENIZER, TokenDecoder, extremes, find_decoder
 from slipstream.observe.reader import RunReader, read_run
-from slipstream.observe.results import draw_results
 from slipstream.observe.run_status import RunSnapshot, RunStatus, dead_end_cause
 from slipstream.runtime.command_line import add_row, make_console, make_table, printable
 from slipstream.runtime.credentials import TOKEN_VARIABLE
@@ -40,6 +39,20 @@ _ANSWERS_EVERY, _FIRST_STEPS, _MIN_WIDTH = 10, 2, 100
 """Steps between samples of answers, first steps checked for a signal, and columns for a sample."""
 _NO_SIGNAL = 0.95
 """Share of tokens without an advantage."""
+_REPORTED = {
+    "seconds to the goal": "seconds_to_goal",
+    "held-out loss before": "eval_loss_before",
+    "held-out loss": "eval_loss",
+    "held-out pair accuracy": "eval_pair_accuracy",
+    "training loss": "train_loss",
+    "seconds of training": "train_seconds",
+    "steps": "steps",
+    "tokens/s generated": "generated_tokens_per_s",
+    "tokens/s learned": "learner_tokens_per_s",
+    "lag mean": "lag_mean",
+    "lag max": "lag_max",
+    "largest log-prob difference": "logprob_diff_max",
+}
 
 
 class LiveView:
@@ -386,3 +399,38 @@ def _watch(reader: RunReader, status: RunStatus, *, console: Console) -> None:
                     drawn = Text(str(error), style="red")
                 live.update(drawn, refresh=True)
                 refresh_at = time.monotonic() + _REFRESH_EVERY_S
+
+
+def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
+    """Describe goals and the accuracies of the final evaluation."""
+    evaluation, steps = summary.get("evaluation") or {}, summary["steps"]
+    shown = []
+    for goal in (goal for goal in run.evaluation.goals if evaluation and not goal.holds(evaluation)):
+        bounds, value = {"least": goal.at_least, "most": goal.at_most}, evaluation.get(goal.metric)
+        asked = " and ".join(f"at {word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+        shown.append(f"{goal.metric} is {'unknown' if value is None else f'{value:.4g}'}, the goal {asked}")
+    word = "learned" if run.evaluation.goals and evaluation else f"done after {steps} steps"
+    if shown:
+        word = f"goal not reached after {steps} steps ({'; '.join(shown)})"
+    found = {each.name: summary.get(f"accuracy_{each.name}") for each in run.data.eval_sets}
+    accuracies = [f"{value:.3f} {name}" for name, value in found.items() if value is not None]
+    sizes = dict.fromkeys(summary.get("num_final_prompts", {}).values())
+    where = f"final evaluation on {' or '.join(map(str, sizes))} prompts" if sizes else "final evaluation"
+    return f"{word}; {where}: accuracy {', '.join(accuracies)}" if accuracies else word
+
+
+def draw_results(run: RunConfig, summary: dict[str, Any]) -> Iterator[RenderableType]:
+    """Yield the verdict, a table of figures, and the shares of the wall time, from summary.json."""
+    yield Text(f"{run.name}: {verdict(run, summary)}", style="bold")
+    sets = run.data.eval_sets
+    labels = {f"accuracy before, {each.name}": each.before_key for each in sets}
+    labels |= {f"accuracy after, {each.name}": f"accuracy_{each.name}" for each in sets}
+    table = Table(show_header=False, box=None)
+    for label, key in (labels | _REPORTED).items():
+        # A value that was not measured is null.
+        if (value := summary.get(key)) is not None:
+            table.add_row(label, f"{value:,.4g}" if isinstance(value, float) else str(value))
+    yield table
+    if best := summary.get("best"):
+        yield f"best model: step {best['checkpoint']['step']}, {best['metric']} {best['value']:.4g}"
+    yield from describe_times(summary.get("times"))

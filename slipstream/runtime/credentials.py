@@ -1,4 +1,4 @@
-"""Credentials: the run's token, CURVE key pairs derived from it, and masking.
+"""Credentials: the run's token, CURVE key pairs derived from it, masking, and checks of hosts and secrets.
 
 Only holders of the token can compute both pairs: sockets ignore other peers, and a peer knows that it talks to its own
 run. Roles without the run folder get the token in the environment or a file. A guest's token does not reveal the
@@ -7,6 +7,7 @@ run's: the guest can connect to servers that admit it, but not serve.
 
 import base64
 import hashlib
+import hmac
 import os
 import re
 import secrets
@@ -241,3 +242,14 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_equal(given: str, secret: str) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(given.encode(), secret.encode())
+
+
+def host_of(header: str) -> str:
+    """Name in a Host header, such as `[::1]:8420`, in lower case, to check against DNS rebinding."""
+    name = header.lower()
+    return name[1 : name.find("]")] if name.startswith("[") else name.partition(":")[0]

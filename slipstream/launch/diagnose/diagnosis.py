@@ -19,9 +19,8 @@ from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.launch.diagnose import cluster, inputs, install, machine
 from slipstream.launch.diagnose.all_reduce import check_all_reduce
-from slipstream.launch.diagnose.bundle import Subject, check_bundle, secrets_of, write_bundle
 from slipstream.launch.diagnose.cluster import report
-from slipstream.launch.diagnose.last_run import check_last_run
+from slipstream.launch.diagnose.last_run import Subject, check_bundle, check_last_run, secrets_of, write_bundle
 from slipstream.launch.diagnose.machine import Result
 from slipstream.launch.diagnose.probe import run_probe
 from slipstream.launch.generator_pool import visible_gpus

@@ -34,10 +34,9 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from slipstream.observe.catalog.catalog import CatalogQuery
-from slipstream.observe.dashboard.feed import Feed
 from slipstream.observe.dashboard.guard import Guard, find_token
 from slipstream.observe.dashboard.payloads import Trajectories, read_meanings, read_setting_meanings, read_settings
-from slipstream.observe.dashboard.viewed_run import RunLine, ViewedRun
+from slipstream.observe.dashboard.viewed_run import Feed, RunLine, ViewedRun
 from slipstream.runtime.credentials import is_loopback
 from slipstream.runtime.run_folder import find_run, list_runs
 
