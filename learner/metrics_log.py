@@ -180,7 +180,10 @@ class MetricsLog:
         time_s = round(self._row_at - self._started_at, 3)
         row: Row = {"step": step, "version": version, "time_s": time_s, **metrics, **times}
         row["learner/tokens_per_s"] = metrics["learner/tokens"] / max(1e-9, self._row_at - began_at)
-        rate = self._generated_per_s()
+        self._update_counters()
+        self._generated_by.append((self._row_at, self._generated.total))
+        (since, before), (now, total) = self._generated_by[0], self._generated_by[-1]
+        rate = (total - before) / max(1e-9, now - since)
         # Before the first report of a generator, the rate is unknown, not 0.
         row |= {"generators/tokens_per_s": rate} if self._generated.total else {}
         if published:
@@ -251,13 +254,6 @@ class MetricsLog:
     def _rows(self, *, up_to_step: int) -> Iterator[Row]:
         keep = partial(self.folder.keep_metrics, up_to_step=up_to_step)
         return self.disk.retry(keep, what="the metrics", path=self.folder.metrics)
-
-    def _generated_per_s(self) -> float:
-        """Mean rate of the last steps. Also updates all counters."""
-        self._update_counters()
-        self._generated_by.append((self._row_at, self._generated.total))
-        (since, before), (now, total) = self._generated_by[0], self._generated_by[-1]
-        return (total - before) / max(1e-9, now - since)
 
     def _update_counters(self) -> None:
         gauges = self._store.roles()

@@ -99,14 +99,12 @@ class SecondModel(ABC, Generic[M, C]):
             sums.append(torch.stack([number.detach().double() for number in found]))
         total, setting = torch.stack(sums).sum(0), self.optimizer_setting
         check_loss(total[0], what=f"the {self.noun}'s loss", step=step, setting=setting, ranks=self._ranks)
-        norm = take_step(self.engine, learning_rate=self._learning_rate(), step=step)
-        self.num_updates += 1
-        return total.cpu(), norm
-
-    def _learning_rate(self) -> float:
         config, num_steps = self._config.optimizer, self._run.learner.max_steps
         per_step = self._run.algorithm.updates_per_step
-        return learning_rate(self.num_updates, config=config, num_steps=num_steps, updates_per_step=per_step)
+        rate = learning_rate(self.num_updates, config=config, num_steps=num_steps, updates_per_step=per_step)
+        norm = take_step(self.engine, learning_rate=rate, step=step)
+        self.num_updates += 1
+        return total.cpu(), norm
 
 
 class ProcessReward(SecondModel[Policy, ProcessRewardConfig]):

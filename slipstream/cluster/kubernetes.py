@@ -294,7 +294,12 @@ class _Job:
         """`labels`: of its node; `more`: values of the template."""
         options = self._options
         claim = {"persistentVolumeClaim": {"claimName": options.claim}} if options.claim else {"emptyDir": {}}
-        tolerations = [_toleration(each) for each in options.tolerations]
+        tolerations: list[Manifest] = []
+        for taint in options.tolerations:
+            name, _, effect = taint.partition(":")
+            key, has_value, value = name.partition("=")
+            matched = {"operator": "Equal", "value": value} if has_value else {"operator": "Exists"}
+            tolerations.append({"key": key} | matched | ({"effect": effect} if effect else {}))
         if _GPU in container["resources"]["limits"]:
             tolerations.append({"key": _GPU, "operator": "Exists", "effect": "NoSchedule"})
         pod = _fill(
@@ -313,10 +318,3 @@ class _Job:
         for patch in self._patches:
             pod = merged(pod, {key: value for key, value in patch.items() if key in ("metadata", "spec")})
         return pod
-
-
-def _toleration(taint: str) -> Manifest:
-    name, _, effect = taint.partition(":")
-    key, has_value, value = name.partition("=")
-    matched = {"operator": "Equal", "value": value} if has_value else {"operator": "Exists"}
-    return {"key": key} | matched | ({"effect": effect} if effect else {})

@@ -117,7 +117,16 @@ class LocalSeat:
             if self._kill_at is None:
                 self._read(timeout_s=0)
             else:
-                self._poll_orphan(self._kill_at)
+                # The keeper was killed, and the kernel sent SIGTERM.
+                assert self.pid is not None
+                is_due = time.monotonic() >= self._kill_at
+                try:
+                    os.killpg(self.pid, signal.SIGKILL if is_due else 0)
+                except ProcessLookupError:
+                    is_due = True
+                if is_due:
+                    self._code = -signal.SIGKILL
+                    self._close()
         return self._code
 
     def terminate(self) -> None:
@@ -175,18 +184,6 @@ class LocalSeat:
             else:
                 self._code = int(number)
                 self._close()
-
-    def _poll_orphan(self, kill_at: float) -> None:
-        """Poll a role after its keeper was killed and the kernel sent SIGTERM."""
-        assert self.pid is not None
-        is_due = time.monotonic() >= kill_at
-        try:
-            os.killpg(self.pid, signal.SIGKILL if is_due else 0)
-        except ProcessLookupError:
-            is_due = True
-        if is_due:
-            self._code = -signal.SIGKILL
-            self._close()
 
     def _close(self) -> None:
         if self._keeper is None:

@@ -109,7 +109,12 @@ def make_inputs(run: RunConfig) -> None:
     if prepare(run):
         _check_rewards(run)
     train, heldout = read_data(run)
-    _check_unseen(run)
+    files = [(file.path, each.path) for file in run.data.train_files for each in run.data.eval_sets]
+    for trained, measured in files if run.mode != "evaluate" else []:
+        same = "the same file" if trained == measured else f"a copy of {trained}"
+        is_fit, got = not filecmp.cmp(trained, measured, shallow=False), f"{measured}, {same} as data.train"
+        why = "an evaluation would measure memory; split the file, or measure on another one"
+        require(is_fit, "data.eval", "hold prompts that are not trained on", got=got, why=why)
     check_models(run)
     for note in (*describe_shortages(run, heldout), *describe_doubts(run, num_rows=len(train))):
         print(f"note: {note}", flush=True)
@@ -145,16 +150,6 @@ def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
             for source in sorted({row.data_source for row in rows}):
                 run.generators.reward.check_data_source(source, found_in=rows.paths)
     return train, heldout
-
-
-def _check_unseen(run: RunConfig) -> None:
-    """Raise ConfigError if training and held-out files are equal, unless nothing is trained."""
-    files = [(file.path, each.path) for file in run.data.train_files for each in run.data.eval_sets]
-    for trained, heldout in files if run.mode != "evaluate" else []:
-        same = "the same file" if trained == heldout else f"a copy of {trained}"
-        is_fit, got = not filecmp.cmp(trained, heldout, shallow=False), f"{heldout}, {same} as data.train"
-        why = "an evaluation would measure memory; split the file, or measure on another one"
-        require(is_fit, "data.eval", "hold prompts that are not trained on", got=got, why=why)
 
 
 _LEARNING_RATES = (1e-8, 1e-2)

@@ -207,15 +207,13 @@ def _health(reader: RunReader) -> Answer:
     count = sum(map(len, by_advice.values()))
     said = f"{count} of {len(RANGES)} watched metrics" if count else "no watched metric"
     headline = f"After step {rows[-1]['step']}, outside of its healthy range: {said}."
-    return Answer(headline, findings, facts=_sample(reader, rows[-1]["step"]) if findings else [])
-
-
-def _sample(reader: RunReader, step: int) -> list[str]:
-    """Stored answers of a step with the highest and lowest reward."""
-    entry, model = reader.find_step(step), reader.config.model.path
-    decoder = find_decoder(find_file(model, TOKENIZER), candidates=[reader.folder / "final_model"])
-    members = reader.members(entry).values() if entry and decoder else ()
-    return [f"answer of step {step}: {decoder.describe(each)}" for each in extremes(members)] if decoder else []
+    facts, step = [], rows[-1]["step"]
+    if findings:
+        entry, tokenizer = reader.find_step(step), find_file(reader.config.model.path, TOKENIZER)
+        if entry and (decoder := find_decoder(tokenizer, candidates=[reader.folder / "final_model"])):
+            extreme = extremes(reader.members(entry).values())
+            facts = [f"answer of step {step}: {decoder.describe(each)}" for each in extreme]
+    return Answer(headline, findings, facts)
 
 
 def _figures(warning: HealthWarning) -> str:

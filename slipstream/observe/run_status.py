@@ -54,7 +54,12 @@ def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: st
         return [Wait(_ALL, _DISK, reason)]
     waiting = (role for role in roles if role.is_alive and role.waits_for in _BLOCKED_ON)
     own = [Wait(role.name, _BLOCKED_ON[role.waits_for], role.reason) for role in waiting]
-    return [*_for_missing_roles(roles), *_for_admission(roles, own, admission_reason), *own]
+    reported = {wait.waiter for wait in own}
+    with_room = [role for role in roles if role.is_alive and role.capacity and (role.running or 0) < role.capacity]
+    # A generator with free slots reports a wait only once it knows why.
+    is_known = not with_room or any(role.name in reported for role in with_room)
+    admission = [Wait(_GENERATORS, _LEARNER, admission_reason)] if admission_reason and not is_known else []
+    return [*_for_missing_roles(roles), *admission, *own]
 
 
 def dead_end_cause(roles: dict[str, dict[str, Any]]) -> str:
@@ -73,14 +78,6 @@ def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
         why = "no generator is alive: start one with `python -m slipstream.generators`"
         waits.append(Wait(_LEARNER, _GENERATORS, why))
     return waits
-
-
-def _for_admission(roles: list[RoleStatus], own: list[Wait], reason: str) -> list[Wait]:
-    # A generator with free slots reports a wait only once it knows why.
-    reported = {wait.waiter for wait in own}
-    with_room = [role for role in roles if role.is_alive and role.capacity and (role.running or 0) < role.capacity]
-    is_known = not with_room or any(role.name in reported for role in with_room)
-    return [] if is_known or not reason else [Wait(_GENERATORS, _LEARNER, reason)]
 
 
 def _describe_absence(name: str, role: RoleStatus | None) -> str:

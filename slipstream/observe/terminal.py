@@ -122,19 +122,15 @@ class LiveView:
         shares = "  ".join(f"{lag}: {100 * histogram[lag] / total:.0f}%" for lag in sorted(histogram))
         line = partial(Text, overflow="ellipsis", no_wrap=True)
         lags = line(f"lag     {shares or '…'}   (tokens of the last step, by versions behind)")
-        parts: list[RenderableType] = [self._progress(snapshot), Text(), _numbers(snapshot), Text(), lags]
+        progress, state, num_steps = Table.grid(padding=(0, 2)), snapshot.state, self._run.learner.max_steps
+        eta = "…" if snapshot.eta_s is None else f"at most {duration(snapshot.eta_s)} left"
+        bar = ProgressBar(total=num_steps, completed=state.step, width=40)
+        progress.add_row(f"step {state.step}/{num_steps}", bar, f"version {state.version}", eta)
+        parts: list[RenderableType] = [progress, Text(), _numbers(snapshot), Text(), lags]
         # The cause is never truncated: the text ends with the remedy.
         causes = [Text(f"dead end: {cause}", style="bold red")] if cause else []
         group = Group(*parts, _role_lines(snapshot), line(f"waits   {waits}", style="yellow"), *causes)
-        return Panel(group, title=f"slipstream · {self._run.name} · {snapshot.state.phase}", title_align="left")
-
-    def _progress(self, snapshot: RunSnapshot) -> Table:
-        grid = Table.grid(padding=(0, 2))
-        state, total = snapshot.state, self._run.learner.max_steps
-        eta = "…" if snapshot.eta_s is None else f"at most {duration(snapshot.eta_s)} left"
-        bar = ProgressBar(total=total, completed=state.step, width=40)
-        grid.add_row(f"step {state.step}/{total}", bar, f"version {state.version}", eta)
-        return grid
+        return Panel(group, title=f"slipstream · {self._run.name} · {state.phase}", title_align="left")
 
 
 def step_line(row: dict[str, Any], snapshot: RunSnapshot, *, max_steps: int) -> str:
@@ -243,11 +239,17 @@ def _run_facts(status: RunStatus) -> dict[str, str]:
         step += f", the last {duration(status.progress_age_s)} ago"
     if status.eta_s is not None and status.phase == "training":
         step += f", at most {duration(status.eta_s)} left"
+    row, last_step = status.last_row, "none yet"
+    if row:
+        last_step = (
+            f"reward {row['learner/reward_mean']:.3f}, lag {row['lag/mean']:.1f} (max {row['lag/max']:.0f}), waited "
+            f"{row['learner/wait_s']:.2f} s, trained {row['learner/train_s']:.2f} s, tokens/s {_rates(row)}"
+        )
     facts = {
         "step": step,
         "version": f"{status.version} committed" + f", {status.announced_version} being published" * is_publishing,
         "checkpoint": f"step {status.checkpoint.step}" if status.checkpoint else "none yet",
-        "last step": _last_step(status.last_row),
+        "last step": last_step,
         "join": join_command(status.address) if status.address else "",
         "brokers": _brokers(status.roles),
     }
@@ -267,15 +269,6 @@ def _brokers(roles: list[RoleStatus]) -> str:
 def join_command(address: str) -> str:
     """Command for a generator on another machine."""
     return f"{TOKEN_VARIABLE}=... python -m slipstream.generators broker.address={address}, with the token of the run"
-
-
-def _last_step(row: dict[str, Any]) -> str:
-    if not row:
-        return "none yet"
-    return (
-        f"reward {row['learner/reward_mean']:.3f}, lag {row['lag/mean']:.1f} (max {row['lag/max']:.0f}), waited "
-        f"{row['learner/wait_s']:.2f} s, trained {row['learner/train_s']:.2f} s, tokens/s {_rates(row)}"
-    )
 
 
 def _roles(status: RunStatus) -> RenderableType:
@@ -364,7 +357,13 @@ def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> No
         raise ConfigError("--json prints once: leave --watch away.")
     with RunReader(find_run(words, command="status"), timeout_s=COMMAND_TIMEOUT_S) as ended:
         if ended.folder_phase == "finished" and not ended.find_store():
-            _show_results(ended, is_json=is_json)
+            run, summary = ended.config, ended.summary
+            if is_json:
+                state = {"run": run.name, "phase": "finished", "step": summary["steps"]}
+                print(json.dumps(state | {"max_steps": run.learner.max_steps, "summary": summary}))
+            else:
+                final = f"all figures: {ended.folder / 'summary.json'}"
+                make_console().print(*draw_results(run, summary), final, sep="\n", soft_wrap=True)
             return
     with read_run(words, command="status") as reader:
         status = reader.status()
@@ -374,16 +373,6 @@ def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> No
             _watch(reader, status, console=make_console())
         else:
             make_console().print(draw_status(status))
-
-
-def _show_results(reader: RunReader, *, is_json: bool) -> None:
-    run, summary = reader.config, reader.summary
-    if is_json:
-        ended = {"run": run.name, "phase": "finished", "step": summary["steps"], "max_steps": run.learner.max_steps}
-        print(json.dumps(ended | {"summary": summary}))
-    else:
-        final = f"all figures: {reader.folder / 'summary.json'}"
-        make_console().print(*draw_results(run, summary), final, sep="\n", soft_wrap=True)
 
 
 def _watch(reader: RunReader, status: RunStatus, *, console: Console) -> None:

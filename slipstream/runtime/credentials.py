@@ -124,7 +124,15 @@ def _check_format(token: str, *, origin: str) -> str:
 @lru_cache(maxsize=8)
 def _derive_keys(token: str) -> Keys:
     if token.startswith(_GUEST):
-        return _read_guest(token)
+        name, _, packed = token.removeprefix(_GUEST).partition(".")
+        try:
+            both = base64.urlsafe_b64decode(packed)
+        except ValueError:
+            both = b""
+        is_fit, why = bool(name) and len(both) == 2 * _KEY_BYTES, "copy it from guests/NAME in the run folder"
+        require(is_fit, f"a token that starts with {_GUEST}", "be a guest token", got="another", why=why)
+        server_public, secret = z85.encode(both[:_KEY_BYTES]), z85.encode(both[_KEY_BYTES:])
+        return Keys(server_public, b"", zmq.curve_public(secret), secret, guest=name)
     return Keys(*_derive_pair(token, end="server"), *_derive_pair(token, end="client"))
 
 
@@ -154,18 +162,6 @@ def _guest_secret(keys: Keys, name: str) -> bytes:
     seed = hashlib.blake2b(name.encode(), key=keys.client_secret, person=b"slipstream-guest", digest_size=_KEY_BYTES)
     secret: bytes = z85.encode(seed.digest())
     return secret
-
-
-def _read_guest(token: str) -> Keys:
-    name, _, packed = token.removeprefix(_GUEST).partition(".")
-    try:
-        both = base64.urlsafe_b64decode(packed)
-    except ValueError:
-        both = b""
-    is_fit, why = bool(name) and len(both) == 2 * _KEY_BYTES, "copy it from guests/NAME in the run folder"
-    require(is_fit, f"a token that starts with {_GUEST}", "be a guest token", got="another", why=why)
-    server_public, secret = z85.encode(both[:_KEY_BYTES]), z85.encode(both[_KEY_BYTES:])
-    return Keys(server_public, b"", zmq.curve_public(secret), secret, guest=name)
 
 
 def _derive_pair(token: str, *, end: str) -> tuple[bytes, bytes]:
@@ -223,17 +219,13 @@ def mask(text: str, *, known: Iterable[str] = ()) -> str:
 def without_secrets(data: Any, *, known: Iterable[str] = ()) -> Any:
     """Mask values of keys such as `api_key`, and secrets within strings."""
     if isinstance(data, dict):
-        return {key: _value(str(key), value, known=known) for key, value in data.items()}
+        # A number is no secret: max_token=8 is a limit.
+        named = [key for key in data if _SECRET_KEY.search(str(key))]
+        hidden = {key for key in named if data[key] and not isinstance(data[key], int | float)}
+        return {key: LEFT_OUT if key in hidden else without_secrets(data[key], known=known) for key in data}
     if isinstance(data, list):
         return [without_secrets(each, known=known) for each in data]
     return mask(data, known=known) if isinstance(data, str) else data
-
-
-def _value(key: str, value: Any, *, known: Iterable[str]) -> Any:
-    # A number is no secret: max_token=8 is a limit.
-    if _SECRET_KEY.search(key) and value and not isinstance(value, int | float):
-        return LEFT_OUT
-    return without_secrets(value, known=known)
 
 
 def is_loopback(host: str) -> bool:

@@ -117,22 +117,12 @@ def list_checks(subject: Subject) -> list[Check]:
     run, folder = subject.run, RunFolder(subject.run)
     # A live run matters only if the settings describe it.
     is_live = subject.is_live and subject.folder is not None and folder.path.resolve() == subject.folder.resolve()
-    return [
-        Check("settings", lambda: Result("settings", "ok", subject.origin)),
-        *_of_machine(run, folder.path, is_live=is_live, is_over=subject.is_over),
-        *_of_surroundings(run, folder, is_live=is_live),
-        Check("store", lambda: inputs.check_store(run, folder.path, is_live=is_live), fix=_STORE_FIX),
-        Check("model", lambda: inputs.check_model_folder(run), fix="correct model.path, or put the model there"),
-        Check("data", lambda: inputs.check_data(run), fix=_DATA_FIX, timeout_s=60.0),
-        Check("last run", lambda: _last_run(subject), timeout_s=40.0),
-    ]
-
-
-def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -> list[Check]:
     installed, cuda = install.installed_packages(), install.torch_cuda()
     wheels = partial(install.check_wheels, run, installed, cuda=cuda)
     sums = partial(check_all_reduce, timeout_s=_SUM_TIMEOUT_S)
+    disk = partial(machine.check_disk, "disk of runs", folder.path, run=run, is_over=subject.is_over)
     return [
+        Check("settings", lambda: Result("settings", "ok", subject.origin)),
         Check("packages", lambda: install.check_packages(run, installed, install.requirements())),
         Check("wheels", lambda: wheels(num_gpus=machine.count_gpus()), timeout_s=30.0),
         Check("compiler", lambda: install.check_compiler(installed)),
@@ -145,11 +135,16 @@ def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -
         Check("hardware", machine.check_hardware),
         Check("memory", machine.check_memory),
         Check("shared memory", machine.check_shared_memory),
-        Check("disk of runs", lambda: machine.check_disk("disk of runs", folder, run=run, is_over=is_over)),
+        Check("disk of runs", disk),
         Check("temporary files", lambda: machine.check_disk("temporary files", Path(tempfile.gettempdir()))),
         Check("open files", machine.check_open_files),
         Check("processes", machine.check_processes),
         Check("locked memory", machine.check_locked_memory),
+        *_of_surroundings(run, folder, is_live=is_live),
+        Check("store", lambda: inputs.check_store(run, folder.path, is_live=is_live), fix=_STORE_FIX),
+        Check("model", lambda: inputs.check_model_folder(run), fix="correct model.path, or put the model there"),
+        Check("data", lambda: inputs.check_data(run), fix=_DATA_FIX, timeout_s=60.0),
+        Check("last run", lambda: _last_run(subject), timeout_s=40.0),
     ]
 
 

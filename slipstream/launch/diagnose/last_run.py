@@ -65,7 +65,14 @@ def check_last_run(folder: Path, *, is_live: bool) -> list[Result]:
         fix = _remedy(fatal, f"look at {folder}/logs; continue it with `slipstream run name={folder.name} resume=true`")
         found = f"{first.found}: {fatal}" if fatal else first.found
         first = Result("last run", "fail" if fatal else "warn", found, fix=fix)
-    return [first, _judge_events(deaths, problem), *_judge_logs(folder, is_over=not (is_live or has_ended))]
+    logs = []
+    for path in sorted((folder / "logs").glob("*.log")):
+        if error := find_error(log_tail(path)):
+            # Not fatal if the run continued or finished.
+            verdict: Verdict = "warn" if is_live or has_ended else "fail"
+            logs.append(Result(f"log of {path.stem}", verdict, error, fix=_remedy(error, f"see the end of {path}")))
+    logs = logs or [Result("logs", "ok", "no error and no traceback at their ends")]
+    return [first, _judge_events(deaths, problem), *logs]
 
 
 def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
@@ -96,16 +103,6 @@ def _judge_events(deaths: Sequence[Event], problem: str) -> Result:
     shown = "; ".join(f"{each.role}: {each.text.splitlines()[0]}" for each in deaths[-_EVENTS_SHOWN:])
     fix = _remedy(shown, "see the logs of these roles, and `slipstream status`")
     return Result("events", "warn", f"{len(deaths)} deaths, most recently {shown}", fix=fix)
-
-
-def _judge_logs(folder: Path, *, is_over: bool) -> list[Result]:
-    found = []
-    for path in sorted((folder / "logs").glob("*.log")):
-        if error := find_error(log_tail(path)):
-            # Not fatal if the run continued or finished.
-            verdict: Verdict = "fail" if is_over else "warn"
-            found.append(Result(f"log of {path.stem}", verdict, error, fix=_remedy(error, f"see the end of {path}")))
-    return found or [Result("logs", "ok", "no error and no traceback at their ends")]
 
 
 def _remedy(error: str, otherwise: str) -> str:

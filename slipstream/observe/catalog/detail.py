@@ -130,13 +130,10 @@ def _messages(trajectory: Trajectory, decoder: TokenDecoder | None) -> Iterator[
             calls = _CALL.findall(text)
             yield Message("assistant", text, True, start, end - start, calls, next(rewards, None))
         else:
+            matches = next((found for pattern in _CHATS if (found := list(pattern.finditer(text)))), [])
+            parts = [(match["role"], match["text"]) for match in matches]
+            # The header of the model's turn is an empty message.
+            parts = parts[:-1] if parts and parts[-1] == ("assistant", "") else parts
             role = "prompt" if start in (0, *trajectory.context_starts) else "observation"
-            for found_role, found in _chat(text) or [(role, text)]:
-                yield Message(found_role, found, False, start, end - start)
-
-
-def _chat(text: str) -> list[tuple[str, str]]:
-    """Split into (role, text), without an empty last message."""
-    found = next((matches for pattern in _CHATS if (matches := list(pattern.finditer(text)))), [])
-    messages = [(match["role"], match["text"]) for match in found]
-    return messages[:-1] if messages and messages[-1] == ("assistant", "") else messages
+            for part_role, part in parts or [(role, text)]:
+                yield Message(part_role, part, False, start, end - start)

@@ -78,7 +78,10 @@ def read_rows(dataset: ds.Dataset, *, step_versions: Mapping[int, int]) -> pa.Ta
     columns["versions"] = pa.ListArray.from_arrays(pc.subtract(spans.offsets, spans.offsets[0]), versions)
     columns["advantage"] = _advantages(table)
     columns["uses"] = pc.fill_null(pc.list_value_length(table["steps"]), 0)
-    last_steps = _last_steps(table["steps"].combine_chunks())
+    steps = table["steps"].combine_chunks()
+    offsets, values = steps.offsets.to_numpy(), np.append(steps.flatten().to_numpy(), -1)
+    # -1 without steps.
+    last_steps = np.where(np.diff(offsets) > 0, values[offsets[1:] - offsets[0] - 1], -1)
     columns["last_step"] = pa.array(last_steps, mask=last_steps < 0)
     columns["lag"] = _lags(last_steps, table["oldest_version"].to_numpy(), step_versions)
     columns["seconds"] = pc.subtract(table["finished_at"], table["started_at"])
@@ -119,13 +122,6 @@ def _advantages(table: pa.Table) -> pa.Array:
     sums = np.bincount(groups, weights=np.where(is_rated, rewards, 0.0))
     means: Any = sums / np.maximum(counts, 1)
     return pa.array(rewards - means[groups], mask=~is_rated)
-
-
-def _last_steps(steps: pa.ListArray) -> np.ndarray:
-    """Last step of each row or -1, int64[N]."""
-    offsets = steps.offsets.to_numpy()
-    values = np.append(steps.flatten().to_numpy(), -1)
-    return np.where(np.diff(offsets) > 0, values[offsets[1:] - offsets[0] - 1], -1)
 
 
 def _lags(last_steps: np.ndarray, oldest: np.ndarray, step_versions: Mapping[int, int]) -> pa.Array:

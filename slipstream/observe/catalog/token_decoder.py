@@ -72,7 +72,11 @@ class TokenDecoder:
         pieces = [b""] * (max(vocabulary.values(), default=-1) + 2)
         added = self._tokenizer.get_added_tokens_decoder()
         is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
-        byte_of = _byte_characters() if is_byte_level else {}
+        # Byte-level vocabularies spell each byte as a character: printable ones as themselves, the rest shifted.
+        alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+        plain = [byte for byte in range(256) if chr(byte) in alphabet]
+        byte_of = {chr(byte): byte for byte in plain}
+        byte_of |= {chr(_FIRST_SHIFTED + index): byte for index, byte in enumerate(sorted({*range(256)} - {*plain}))}
         for token, number in vocabulary.items():
             if number in added:
                 pieces[number] = added[number].content.encode()
@@ -117,15 +121,6 @@ def find_decoder(given: Path | None, *, candidates: list[Path]) -> TokenDecoder 
     if not path.is_file():
         raise ConfigError(f"--tokenizer must be a {TOKENIZER} or a folder with one, got {given}.")
     return TokenDecoder(path)
-
-
-def _byte_characters() -> dict[str, int]:
-    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    plain = [byte for byte in range(256) if chr(byte) in alphabet]
-    shifted = sorted(set(range(256)) - set(plain))
-    return {chr(byte): byte for byte in plain} | {
-        chr(_FIRST_SHIFTED + index): byte for index, byte in enumerate(shifted)
-    }
 
 
 def find_text(dataset: ds.Dataset, text: str, decoder: TokenDecoder, *, is_cancelled: Callable[[], bool]) -> np.ndarray:

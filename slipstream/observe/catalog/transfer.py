@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -71,22 +71,16 @@ def _write_lines(found: Iterable[StoredTrajectory], file: BinaryIO, decode: Deco
     encoder = msgspec.json.Encoder(enc_hook=np.ndarray.tolist)
     count = 0
     for stored in found:
-        file.write(encoder.encode(_record(stored, decode)) + b"\n")
+        trajectory, texts = stored.trajectory, {}
+        if decode:
+            first = int(trajectory.model_mask.argmax())
+            texts = {"prompt": decode(trajectory.token_ids[:first]), "response": decode(trajectory.token_ids[first:])}
+        outcome = {"outcome": stored.state} | {key: getattr(stored, key) for key in ("reason", "steps", "archived_at")}
+        arrays = {name: {"dtype": array.dtype.name, "values": array} for name, array in trajectory.arrays.items()}
+        more = {"arrays": arrays, "schema_version": SCHEMA_VERSION}
+        file.write(encoder.encode(msgspec.structs.asdict(trajectory) | more | outcome | texts) + b"\n")
         count += 1
     return count
-
-
-def _record(stored: StoredTrajectory, decode: Decode | None) -> dict[str, Any]:
-    trajectory = stored.trajectory
-    texts = {}
-    if decode:
-        mask = trajectory.model_mask
-        first = int(mask.argmax())
-        texts = {"prompt": decode(trajectory.token_ids[:first]), "response": decode(trajectory.token_ids[first:])}
-    outcome = {"outcome": stored.state} | {name: getattr(stored, name) for name in ("reason", "steps", "archived_at")}
-    arrays = {name: {"dtype": array.dtype.name, "values": array} for name, array in trajectory.arrays.items()}
-    more = {"arrays": arrays, "schema_version": SCHEMA_VERSION}
-    return msgspec.structs.asdict(trajectory) | more | outcome | texts
 
 
 _SHARD_BYTES = 256 * 2**20

@@ -90,6 +90,7 @@ class ViewedRun(RunReader):
         self._polling, self._viewing = threading.Lock(), threading.Lock()
         self._tail_read = (0, 0)
         self._tail: tuple[float, Row, dict[str, float]] = (0.0, {}, {})
+        """Write time of the newest row, the row, newest accuracy by set."""
         self._status: RunStatus | None = None
         self._is_final = False
 
@@ -149,7 +150,15 @@ class ViewedRun(RunReader):
             self.close()
 
     def line(self) -> RunLine:
-        changed_at, last, accuracies = self._newest_rows()
+        with suppress(OSError):
+            found = self.table.path.stat()
+            # Pages list all runs every few seconds.
+            if (found.st_mtime_ns, found.st_size) != self._tail_read:
+                self._tail_read = found.st_mtime_ns, found.st_size
+                rows = read_tail(self.table.path)
+                newest = {name: value for row in rows for name, value in _accuracies(row).items()}
+                self._tail = found.st_mtime, rows[-1] if rows else {}, newest
+        changed_at, last, accuracies = self._tail
         run = self._known_config
         final = self.summary.get("evaluation") if self.folder_phase == "finished" else None
         return RunLine(
@@ -163,18 +172,6 @@ class ViewedRun(RunReader):
             reward=last.get("learner/reward_mean"),
             accuracies=_accuracies(final or {}) or accuracies,
         )
-
-    def _newest_rows(self) -> tuple[float, Row, dict[str, float]]:
-        """Return (write time of the newest row, the row, newest accuracy by set)."""
-        with suppress(OSError):
-            found = self.table.path.stat()
-            # Pages list all runs every few seconds.
-            if (found.st_mtime_ns, found.st_size) != self._tail_read:
-                self._tail_read = found.st_mtime_ns, found.st_size
-                rows = read_tail(self.table.path)
-                newest = {name: value for row in rows for name, value in _accuracies(row).items()}
-                self._tail = found.st_mtime, rows[-1] if rows else {}, newest
-        return self._tail
 
 
 def _accuracies(row: Row) -> dict[str, float]:
