@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -292,9 +292,17 @@ class Critic(SecondModel[ValueModel, CriticConfig]):
         return batch.with_tokens(**columns), {}
 
     def learn(self, batch: Batch, updates: Updates, *, step: int) -> dict[str, float]:
+        def measure(microbatch: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
+            """Loss, clipped tokens, tokens in the loss."""
+            tokens, values = batch.tokens.take(microbatch.indices), self.engine.forward(microbatch)["values"]
+            returns, before = known(tokens.returns), known(tokens.values)
+            losses, is_clipped = clipped_value_loss(values, returns, before, clip=self._config.value_clip)
+            is_kept = torch.ones_like(is_clipped) if tokens.is_kept is None else tokens.is_kept
+            return (known(tokens.token_weights) * is_kept * losses).sum(), (is_clipped & is_kept).sum(), is_kept.sum()
+
         sums, norms = torch.zeros(3, dtype=torch.float64), []
         for microbatches in updates:
-            found, norm = self.update(microbatches, partial(self._measure, batch.tokens), step=step)
+            found, norm = self.update(microbatches, measure, step=step)
             sums += found
             norms.append(norm)
         loss, clipped, kept = self._ranks.sum(sums).tolist()
@@ -303,11 +311,3 @@ class Critic(SecondModel[ValueModel, CriticConfig]):
             "learner/critic_grad_norm": sum(norms) / max(1, len(norms)),
             "learner/critic_clip_fraction": clipped / max(1.0, kept),
         }
-
-    def _measure(self, tokens: Tokens, microbatch: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, clipped tokens, tokens in the loss."""
-        tokens, values = tokens.take(microbatch.indices), self.engine.forward(microbatch)["values"]
-        returns, before = known(tokens.returns), known(tokens.values)
-        losses, is_clipped = clipped_value_loss(values, returns, before, clip=self._config.value_clip)
-        is_kept = torch.ones_like(is_clipped) if tokens.is_kept is None else tokens.is_kept
-        return (known(tokens.token_weights) * is_kept * losses).sum(), (is_clipped & is_kept).sum(), is_kept.sum()

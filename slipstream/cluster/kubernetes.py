@@ -245,19 +245,16 @@ class _Job:
         values["command"] = shlex.join(["python", "-m", "slipstream", "run", *self._recipe.settings])
         values["is_autoscaled"] = self._run.generators.autoscale is not None
         values |= {"submitter": self._pod("submitter", submitter, restart="Never"), "head": self._pod("core", head)}
-        return _fill("rayjob", workers=self._workers(), **values)
-
-    def _workers(self) -> list[Manifest]:
         generator, count, scale = self._cluster.generator, self._run.generators.count, self._run.generators.autoscale
         secrets, ports = self._options.generator_secrets, {"weights": self._ports[0]}
         own = _size_of(generator, gpus=self._run.generator_gpus)
         pod = self._pod("generators", self._container("ray-worker", size=own, secrets=secrets, ports=ports))
-        size = {"count": count, "least": scale.min if scale else count, "most": scale.max if scale else count}
-        engines = _fill("workers", name="generators", pod=pod, labels=dict(generator.labels), **size)
-        if not (further := self._cluster.learner.machines - 1):
-            return [engines]
-        ranks = self._pod("ranks", self._container("ray-worker", size=self._core, secrets=self._options.secrets))
-        return [_fill("workers", name="ranks", pod=ranks, **dict.fromkeys(size, further)), engines]
+        sizes = {"count": count, "least": scale.min if scale else count, "most": scale.max if scale else count}
+        workers = [_fill("workers", name="generators", pod=pod, labels=dict(generator.labels), **sizes)]
+        if further := self._cluster.learner.machines - 1:
+            ranks = self._pod("ranks", self._container("ray-worker", size=self._core, secrets=self._options.secrets))
+            workers.insert(0, _fill("workers", name="ranks", pod=ranks, **dict.fromkeys(sizes, further)))
+        return _fill("rayjob", workers=workers, **values)
 
     def _container(
         self,

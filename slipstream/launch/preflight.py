@@ -5,7 +5,7 @@ import filecmp
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -209,19 +209,16 @@ def try_rewards(run: RunConfig, dataset: Dataset) -> None:
     tokenizer = Tokenizer.from_file(str(file)) if file else None
     for row in by_source.values():
         truth = row.ground_truth if isinstance(row.ground_truth, str) else json.encode(row.ground_truth).decode()
-        answers = {text: _token_ids(tokenizer, text) for text in (_MADE_UP, truth)}
+        answers = {text: [0] for text in (_MADE_UP, truth)}
+        for text in answers:
+            # Bare, for characters that the tokenizer lacks.
+            with suppress(Exception):
+                answers[text] = list(tokenizer.encode(text).ids) if tokenizer else [0]
         for answer, reward in asyncio.run(_score(config, row, answers)).items():
             if reward.status != "ok":
                 must = f"generators.reward ({config.summary}) must score every answer, but {reward.detail}"
                 call = f"the call was for row {row.uid} of {dataset.paths} and the answer {answer!r:.60}"
                 raise ConfigError(f"{must}; {call}.")
-
-
-def _token_ids(tokenizer: Tokenizer | None, text: str) -> list[int]:
-    try:
-        return list(tokenizer.encode(text).ids) if tokenizer else [0]
-    except Exception:  # bare, for characters that the tokenizer lacks
-        return [0]
 
 
 async def _score(config: RewardConfig, row: Row, answers: dict[str, list[int]]) -> dict[str, Reward]:

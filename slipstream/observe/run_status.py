@@ -200,9 +200,17 @@ class Monitor:
         new = self._store.metrics(after=self._last)
         self._last = new.last
         self._rows = [*self._rows, *new.rows][-METRICS_KEPT:]
+        recent, eta_s = self._rows[-_MONITORED_STEPS:], None
+        # A rollback repeats steps: measure since the last one.
+        starts = [i for i in range(1, len(recent)) if recent[i]["step"] <= recent[i - 1]["step"]]
+        recent = recent[starts[-1] if starts else 0 :]
+        if len(recent) > 1:
+            first, last = recent[0], recent[-1]
+            pace = (last["time_s"] - first["time_s"]) / (last["step"] - first["step"])
+            eta_s = pace * (self._run.learner.max_steps - last["step"])
         store = self._store
         return RunSnapshot(
-            store.run_state(), store.counts(), store.roles(), rows=self._rows, new_rows=new.rows, eta_s=self._eta_s()
+            store.run_state(), store.counts(), store.roles(), rows=self._rows, new_rows=new.rows, eta_s=eta_s
         )
 
     def status(self) -> RunStatus:
@@ -237,17 +245,6 @@ class Monitor:
             events=[StatusEvent(max(0.0, now - event.at), event.role, event.text) for event in events],
             memory=self._store.memory(),
         )
-
-    def _eta_s(self) -> float | None:
-        recent = self._rows[-_MONITORED_STEPS:]
-        # A rollback repeats steps: measure since the last one.
-        starts = [i for i in range(1, len(recent)) if recent[i]["step"] <= recent[i - 1]["step"]]
-        recent = recent[starts[-1] if starts else 0 :]
-        if len(recent) < 2:
-            return None
-        first, last = recent[0], recent[-1]
-        pace = (last["time_s"] - first["time_s"]) / (last["step"] - first["step"])
-        return pace * (self._run.learner.max_steps - last["step"])
 
 
 def wait_fraction(rows: Sequence[dict[str, Any]]) -> float | None:

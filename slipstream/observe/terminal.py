@@ -129,7 +129,12 @@ class LiveView:
         parts: list[RenderableType] = [progress, Text(), _numbers(snapshot), Text(), lags]
         # The cause is never truncated: the text ends with the remedy.
         causes = [Text(f"dead end: {cause}", style="bold red")] if cause else []
-        group = Group(*parts, _role_lines(snapshot), line(f"waits   {waits}", style="yellow"), *causes)
+        roles = Table("role", "state", "version", "tokens/s", "running", box=None, padding=(0, 2), header_style="dim")
+        for name, gauges in sorted(snapshot.roles.items()):
+            speed = number_of(gauges, "tokens_per_s")
+            words = [str(gauges.get(key, "")) for key in ("state", "version", "running")]
+            roles.add_row(name, *words[:2], "" if speed is None else f"{speed:,.0f}", words[2])
+        group = Group(*parts, roles, line(f"waits   {waits}", style="yellow"), *causes)
         return Panel(group, title=f"slipstream · {self._run.name} · {state.phase}", title_align="left")
 
 
@@ -172,15 +177,6 @@ def _numbers(snapshot: RunSnapshot) -> Table:
     groups |= snapshot.counts.outcomes
     grid.add_row("groups", ", ".join(f"{number} {state}" for state, number in groups.items()), "")
     return grid
-
-
-def _role_lines(snapshot: RunSnapshot) -> Table:
-    table = Table("role", "state", "version", "tokens/s", "running", box=None, padding=(0, 2), header_style="dim")
-    for name, gauges in sorted(snapshot.roles.items()):
-        speed = number_of(gauges, "tokens_per_s")
-        state, version, running = (str(gauges.get(key, "")) for key in ("state", "version", "running"))
-        table.add_row(name, state, version, "" if speed is None else f"{speed:,.0f}", running)
-    return table
 
 
 def _accuracy(snapshot: RunSnapshot) -> str:

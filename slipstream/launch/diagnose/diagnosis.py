@@ -5,7 +5,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -17,7 +16,7 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig, read_config
-from slipstream.launch.diagnose import cluster, inputs, install, machine
+from slipstream.launch.diagnose import cluster, inputs, machine
 from slipstream.launch.diagnose.all_reduce import check_all_reduce
 from slipstream.launch.diagnose.cluster import report
 from slipstream.launch.diagnose.last_run import Subject, check_bundle, check_last_run, secrets_of, write_bundle
@@ -109,7 +108,21 @@ def find_all(subject: Subject) -> list[Result]:
     """Run all checks concurrently."""
     started_at = time.monotonic()
     running = [(check, run_in_thread(check.find, name=check.name)) for check in list_checks(subject)]
-    return [finding for check, future in running for finding in _await(check, future, started_at=started_at)]
+    findings: list[Result] = []
+    for check, future in running:
+        try:
+            found = future.result(timeout=max(0.0, started_at + check.timeout_s - time.monotonic()))
+            findings += found if isinstance(found, list) else [found]
+        except TimeoutError:
+            reason = f"no answer within {check.timeout_s:g} s"
+            findings.append(Result(check.name, "fail", reason, fix=_DEAD_MOUNT))
+        # Ours, or a fault that the check did not expect, such as an exit.
+        except (Exception, SystemExit) as error:
+            kind = (
+                "" if isinstance(error, ConfigError | BrokerError | ReplayBufferError) else type(error).__name__ + ": "
+            )
+            findings.append(Result(check.name, "fail", f"{kind}{error}", fix=check.fix))
+    return findings
 
 
 def list_checks(subject: Subject) -> list[Check]:
@@ -117,16 +130,16 @@ def list_checks(subject: Subject) -> list[Check]:
     run, folder = subject.run, RunFolder(subject.run)
     # A live run matters only if the settings describe it.
     is_live = subject.is_live and subject.folder is not None and folder.path.resolve() == subject.folder.resolve()
-    installed, cuda = install.installed_packages(), install.torch_cuda()
-    wheels = partial(install.check_wheels, run, installed, cuda=cuda)
+    installed, cuda = machine.installed_packages(), machine.torch_cuda()
+    wheels = partial(machine.check_wheels, run, installed, cuda=cuda)
     sums = partial(check_all_reduce, timeout_s=_SUM_TIMEOUT_S)
     disk = partial(machine.check_disk, "disk of runs", folder.path, run=run, is_over=subject.is_over)
     return [
         Check("settings", lambda: Result("settings", "ok", subject.origin)),
-        Check("packages", lambda: install.check_packages(run, installed, install.requirements())),
+        Check("packages", lambda: machine.check_packages(run, installed, machine.requirements())),
         Check("wheels", lambda: wheels(num_gpus=machine.count_gpus()), timeout_s=30.0),
-        Check("compiler", lambda: install.check_compiler(installed)),
-        Check("instructions", lambda: install.check_instructions(installed)),
+        Check("compiler", lambda: machine.check_compiler(installed)),
+        Check("instructions", lambda: machine.check_instructions(installed)),
         Check("GPUs", lambda: machine.check_gpus(cuda=cuda, is_live=is_live), timeout_s=90.0),
         # The probe times out first and names the part.
         Check("probe", lambda: run_probe(timeout_s=_PROBE_TIMEOUT_S), timeout_s=_PROBE_TIMEOUT_S + 10.0),
@@ -186,15 +199,3 @@ def _within(timeout_s: float, function: Callable[[], T]) -> T:
     except TimeoutError:
         must = f"the run folder must be readable within {timeout_s:g} s"
         raise ConfigError(f"{must}, but is not: {_DEAD_MOUNT}.") from None
-
-
-def _await(check: Check, future: "Future[Result | list[Result]]", *, started_at: float) -> list[Result]:
-    try:
-        found = future.result(timeout=max(0.0, started_at + check.timeout_s - time.monotonic()))
-        return found if isinstance(found, list) else [found]
-    except TimeoutError:
-        return [Result(check.name, "fail", f"no answer within {check.timeout_s:g} s", fix=_DEAD_MOUNT)]
-    # Ours, or a fault that the check did not expect, such as an exit.
-    except (Exception, SystemExit) as error:
-        kind = "" if isinstance(error, ConfigError | BrokerError | ReplayBufferError) else f"{type(error).__name__}: "
-        return [Result(check.name, "fail", f"{kind}{error}", fix=check.fix)]

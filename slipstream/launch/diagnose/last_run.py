@@ -19,8 +19,7 @@ from slipstream.cluster.role_process import find_error
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import to_plain
 from slipstream.configs.run import RunConfig
-from slipstream.launch.diagnose.install import installed_packages
-from slipstream.launch.diagnose.machine import Result, Verdict
+from slipstream.launch.diagnose.machine import Result, Verdict, installed_packages
 from slipstream.observe.metrics_rows import read_tail
 from slipstream.observe.reader import RunReader
 from slipstream.runtime.credentials import find_token, known_secrets, mask, without_secrets

@@ -17,8 +17,15 @@ from slipstream.buffer.archive.step_tokens import FOLDER, read_steps
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.errors import ArchiveError, ReplayBufferError
 from slipstream.configs.base import ConfigError, Record
-from slipstream.observe.catalog.detail import TrajectoryDetail, describe
-from slipstream.observe.catalog.rows import ROWS, CatalogRow, has_value_within, read_stored, to_records
+from slipstream.observe.catalog.rows import (
+    ROWS,
+    CatalogRow,
+    TrajectoryDetail,
+    describe,
+    has_value_within,
+    read_stored,
+    to_records,
+)
 from slipstream.observe.catalog.sources import Block, Source, decoder_of, open_source, without
 from slipstream.observe.catalog.token_decoder import TokenDecoder, find_text
 

@@ -1,7 +1,7 @@
 """TokenDecoder: decodes and searches token ids."""
 
 import codecs
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -129,20 +129,16 @@ def find_text(dataset: ds.Dataset, text: str, decoder: TokenDecoder, *, is_cance
     Raises SearchCancelledError, pa.ArrowException, OSError.
     """
     masks = [np.empty(0, dtype=bool)]
-    for tokens in _chunks(dataset):
-        if is_cancelled():
-            raise SearchCancelledError(f"the search for {text!r} was given up.")
-        masks.append(_search(tokens, text, decoder))
-    return np.concatenate(masks)
-
-
-def _chunks(dataset: ds.Dataset) -> Iterator[pa.ListArray]:
     for batch in dataset.to_batches(columns=["token_ids"], batch_size=_ROWS_AT_ONCE):
         tokens = batch.column(0)
         # `batch_size` bounds batches of short rows; split long rows further.
         parts = max(1, -(-len(tokens.flatten()) // _TOKENS_AT_ONCE))
         size = max(1, -(-len(tokens) // parts))
-        yield from (tokens.slice(start, size) for start in range(0, len(tokens), size))
+        for start in range(0, len(tokens), size):
+            if is_cancelled():
+                raise SearchCancelledError(f"the search for {text!r} was given up.")
+            masks.append(_search(tokens.slice(start, size), text, decoder))
+    return np.concatenate(masks)
 
 
 def _search(tokens: pa.ListArray, text: str, decoder: TokenDecoder) -> np.ndarray:

@@ -99,8 +99,15 @@ def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Importe
 
     Raises ConfigError, also for the first invalid line.
     """
-    _check_target(where, runs_dir)
     into = Path(where)
+    is_run = "://" in where or any((folder / "config.yaml").is_file() for folder in (into, runs_dir / where))
+    train = "train on it beside the run's own prompts with replay_mix.archive=ARCHIVE"
+    why = f"import into a folder of its own, and {train}, or alone with mode=replay replay.path=ARCHIVE"
+    require(not is_run, "--into", "be an archive to be made", got=f"{where}, a run that has a store", why=why)
+    why = "choose another name; to join archives, export each and name all the files"
+    require(not into.exists(), "--into", "not exist yet", got=where, why=why)
+    if not into.parent.is_dir():
+        raise ConfigError(f"--into must lie in a folder that exists, got {where}.")
     found = chain.from_iterable(map(read_rollouts, files))
     # Evaluation answers are never trained on.
     groups = _grouped(each for each in found if each.stored.state != "evaluated")
@@ -169,17 +176,6 @@ def _chunks(groups: Iterator[StoredGroup]) -> Iterator[list[StoredGroup]]:
             chunk, num_bytes = [], 0
     if chunk:
         yield chunk
-
-
-def _check_target(where: str, runs_dir: Path) -> None:
-    is_run = "://" in where or any((folder / "config.yaml").is_file() for folder in (Path(where), runs_dir / where))
-    train = "train on it beside the run's own prompts with replay_mix.archive=ARCHIVE"
-    why = f"import into a folder of its own, and {train}, or alone with mode=replay replay.path=ARCHIVE"
-    require(not is_run, "--into", "be an archive to be made", got=f"{where}, a run that has a store", why=why)
-    why = "choose another name; to join archives, export each and name all the files"
-    require(not Path(where).exists(), "--into", "not exist yet", got=where, why=why)
-    if not Path(where).parent.is_dir():
-        raise ConfigError(f"--into must lie in a folder that exists, got {where}.")
 
 
 _STORAGE_TIMEOUT_S = 60.0

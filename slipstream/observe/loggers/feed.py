@@ -7,6 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +95,12 @@ class Delivery:
                 if not self._waiting:
                     break
                 entry = self._waiting.popleft()
-            self._deliver(logger, entry)
+            call = getattr(logger, entry.kind, None)
+            is_sent = self._attempt(entry.kind, call and partial(call, entry.step, *entry.arguments))
+            self.num_sent += is_sent
+            self.num_failed += not is_sent
+            self.cursor = entry.cursor or self.cursor
         self._attempt("close", getattr(logger, "close", None))
-
-    def _deliver(self, logger: RunLogger, entry: Entry) -> None:
-        call = getattr(logger, entry.kind, None)
-        is_sent = self._attempt(entry.kind, call and (lambda: call(entry.step, *entry.arguments)))
-        self.num_sent += is_sent
-        self.num_failed += not is_sent
-        self.cursor = entry.cursor or self.cursor
 
     def _attempt(self, name: str, call: Callable[[], object] | None) -> bool:
         """Return whether a call succeeded. A missing method counts as success."""

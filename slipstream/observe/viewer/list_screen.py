@@ -27,8 +27,7 @@ from slipstream.buffer.archive.trajectory_filter import format_conditions, parse
 from slipstream.buffer.errors import ReplayBufferError, SearchCancelledError
 from slipstream.configs.base import ConfigError
 from slipstream.observe.catalog.catalog import Catalog, CatalogQuery, Page, open_catalog
-from slipstream.observe.catalog.detail import TrajectoryDetail
-from slipstream.observe.catalog.rows import CatalogRow
+from slipstream.observe.catalog.rows import CatalogRow, TrajectoryDetail
 from slipstream.observe.viewer.screens import DetailScreen, GroupScreen, HelpScreen, SortScreen
 from slipstream.runtime.command_line import printable
 

@@ -13,7 +13,7 @@ from textual.widgets.option_list import Option
 
 from slipstream.buffer.archive.trajectory_filter import NAMES
 from slipstream.observe.catalog.catalog import SORTABLE
-from slipstream.observe.catalog.detail import TrajectoryDetail
+from slipstream.observe.catalog.rows import TrajectoryDetail
 from slipstream.runtime.command_line import printable
 
 TOKENS_AT_ONCE = 2048
