@@ -136,8 +136,8 @@ class ShardedModel(ModelEngine[M]):
             if hasattr(parameter := shard.master, "ds_tensor"):
                 length = parameter.partition_numel()
                 begin = self._ranks.rank * length
-                end = max(0, min(length, parameter.ds_numel - begin))
-                shard = Shard(shard.name, begin, end, parameter.ds_tensor, 0)
+                size = max(0, min(length, parameter.ds_numel - begin))
+                shard = Shard(shard.name, begin, size, parameter.ds_tensor, 0)
             shards.append(shard)
         return shards
 
