@@ -88,7 +88,7 @@ class Autoscaler:
         config = self._config
         waited = wait_fraction(self._rows) if len(self._rows) >= _MIN_STEPS else None
         if not self._rows:
-            # Before the first step, observations tell.
+            # Before the first step: share of the observations in which it waited.
             waited = sum(self._starving) / len(self._starving)
         if target < config.min:
             # Generators were drained or abandoned.
