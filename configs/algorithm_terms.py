@@ -359,7 +359,7 @@ class VespoConfig(PolicyLossConfig, tag="vespo"):
 class ClipCovConfig(PolicyLossConfig, tag="clip_cov"):
     """PPO-clip that drops a few random tokens of high covariance."""
 
-    selector: ClassVar[str] = "token_masks.clip_cov_mask"
+    selector: ClassVar[str] = "policy_losses.clip_cov_mask"
 
     clip_low: Below1 = 0.2
     """Distance of the lower clip bound below ratio 1."""
@@ -376,7 +376,7 @@ class ClipCovConfig(PolicyLossConfig, tag="clip_cov"):
 class KlCovConfig(PolicyLossConfig, tag="kl_cov"):
     """Ratio times advantage, with a penalty on the tokens of highest covariance."""
 
-    selector: ClassVar[str] = "token_masks.kl_cov_mask"
+    selector: ClassVar[str] = "policy_losses.kl_cov_mask"
 
     fraction: Share = 2e-4
     """Fraction of all tokens to penalize, at least one token; 0 = none."""
@@ -413,7 +413,7 @@ class CustomPolicyLossConfig(PolicyLossConfig, tag="custom"):
 class MaskConfig(Formula):
     """Function of `MaskInputs` that selects the tokens of the policy loss."""
 
-    module: ClassVar[str] = "token_masks"
+    module: ClassVar[str] = "policy_losses"
 
     is_local: ClassVar[bool] = False
     """Whether a mask depends only on its sequence. Others need a forward pass over the update first."""

@@ -13,8 +13,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig, require_template_variables
 from slipstream.generators.errors import EngineError, PromptError
 from slipstream.runtime.images import PromptImage, VisionModel
-from slipstream.runtime.model_files import check_template_variables, read_chat_template
-from slipstream.runtime.reasoning import Reasoning, find_reasoning
+from slipstream.runtime.model_files import Reasoning, check_template_variables, find_reasoning, read_chat_template
 
 
 def load_tokenizer(model: ModelConfig) -> Any:

@@ -30,12 +30,10 @@ from slipstream.learner.publishing.staging import Stager, prompt_tokens
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import SILENCE_S, Ranks, join_ranks
 from slipstream.learner.training.attention import SequenceGroup, compile_layers
-from slipstream.learner.training.critic import Critic
 from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.model import COMPUTE_DTYPES, Policy, is_sharded, load_policy
 from slipstream.learner.training.objective import Objective
-from slipstream.learner.training.process_reward import ProcessReward
-from slipstream.learner.training.second_model import SecondModel
+from slipstream.learner.training.second_model import Critic, ProcessReward, SecondModel
 from slipstream.learner.training.trainer import AdapterOff, FrozenModels, Trainer
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait

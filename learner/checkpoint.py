@@ -337,7 +337,13 @@ class Checkpoints:
         self.saver.flush()
         # Ranks may now hold other parts of the optimizer state.
         self._folders.complete(folder)
-        state = _read_state(folder)
+        try:
+            state = msgspec.json.decode((folder / _STATE).read_bytes(), type=CheckpointState)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise CheckpointError(
+                f"{folder} must be a complete checkpoint, got {error}: restore it, or start a new run with model.path "
+                "set to another checkpoint."
+            ) from error
         if self._ranks.is_first and state.base != self._base:
             raise CheckpointError(
                 f"model.path must hold the model that the adapter in {folder} was trained on, got other weights in "
@@ -395,13 +401,3 @@ def _age(name: str) -> tuple[int, int]:
     """Life and step, for sorting by age; (0, 0) for other names."""
     found = _NAME.match(name)
     return (int(found[2] or 1), int(found[1])) if found else (0, 0)
-
-
-def _read_state(folder: Path) -> CheckpointState:
-    try:
-        return msgspec.json.decode((folder / _STATE).read_bytes(), type=CheckpointState)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointError(
-            f"{folder} must be a complete checkpoint, got {error}: restore it, or start a new run with model.path set "
-            "to another checkpoint."
-        ) from error

@@ -22,7 +22,7 @@ from slipstream.broker.messages import Pong
 from slipstream.buffer.archive.replay import Rollouts
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError
 from slipstream.buffer.pacing import Pacer
-from slipstream.buffer.records import CheckpointPointer, Claim, EvaluationResult, StepEntry, make_entry
+from slipstream.buffer.records import CheckpointPointer, Claim, EvaluationResult, make_entry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
@@ -306,21 +306,17 @@ class Learner:
                 fetch_images=lambda names: self._store.images(names) | (mix.images(names) if mix else {}),
             )
             with self._account.phase("committing"):
-                entry = self._commit(claim, payloads, mixed_ids=mixed_ids)
+                seed, hashed = self._run.seed, config_hash(self._run)
+                entry = make_entry(
+                    claim, payloads, version=self._version, seed=seed, config_hash=hashed, mixed_group_ids=mixed_ids
+                )
+                with self._committing:
+                    # Fails after a lapse of the claim: another learner may have trained on its groups.
+                    self._store.commit(claim, entry)
+                    self._step, self._fence = claim.step, claim.fence
             self._profiler.record_step(entry, claimed_at_ns=claimed_at_ns)
         times = {"learner/wait_s": claimed_at - started_at, "learner/train_s": self._clock() - claimed_at}
         self._complete_step(claim, metrics, times)
-
-    def _commit(self, claim: Claim, payloads: list[list[bytes]], *, mixed_ids: list[str]) -> StepEntry:
-        """Fails after a lapse of the claim: another learner may have trained on its groups."""
-        run, hashed = self._run, config_hash(self._run)
-        entry = make_entry(
-            claim, payloads, version=self._version, seed=run.seed, config_hash=hashed, mixed_group_ids=mixed_ids
-        )
-        with self._committing:
-            self._store.commit(claim, entry)
-            self._step, self._fence = claim.step, claim.fence
-        return entry
 
     def _complete_step(self, claim: Claim, metrics: Row, times: dict[str, float]) -> None:
         trained_at = self._clock()

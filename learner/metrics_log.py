@@ -180,7 +180,10 @@ class MetricsLog:
         time_s = round(self._row_at - self._started_at, 3)
         row: Row = {"step": step, "version": version, "time_s": time_s, **metrics, **times}
         row["learner/tokens_per_s"] = metrics["learner/tokens"] / max(1e-9, self._row_at - began_at)
-        rate = self._generated_per_s()
+        self._update_counters()
+        self._generated_by.append((self._row_at, self._generated.total))
+        (since, before), (now, total) = self._generated_by[0], self._generated_by[-1]
+        rate = (total - before) / max(1e-9, now - since)
         # Before the first report of a generator, the rate is unknown, not 0.
         row |= {"generators/tokens_per_s": rate} if self._generated.total else {}
         if published:
@@ -218,6 +221,16 @@ class MetricsLog:
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
         sets, before = self._run.data.eval_sets, self._before
+        goals, num_tokens, sum_lags = self._run.evaluation.goals[:1], 0, 0
+        over_rows: Row = {"seconds_to_goal": None, "lag_max": 0, "logprob_diff_max": 0.0}
+        for row in self._rows(up_to_step=step):
+            if over_rows["seconds_to_goal"] is None and any(goal.holds(row) for goal in goals):
+                over_rows["seconds_to_goal"] = row["time_s"]
+            over_rows["lag_max"] = max(over_rows["lag_max"], int(row["lag/max"]))
+            diff = row.get("weights/probe_diff_max", 0.0)
+            over_rows["logprob_diff_max"] = max(over_rows["logprob_diff_max"], diff)
+            for lag, count in row["lag/histogram"].items():
+                num_tokens, sum_lags = num_tokens + count, sum_lags + int(lag) * count
         summary = {
             **{f"accuracy_{name}": result.accuracy for name, result in after.items()},
             **{each.before_key: before[each.name].accuracy if before else None for each in sets},
@@ -228,36 +241,17 @@ class MetricsLog:
             "steps": step,
             "generated_tokens_per_s": self._generated.total / own_seconds,
             "learner_tokens_per_s": self._tokens.total / own_seconds,
-            **self._over_rows(step),
+            **over_rows,
+            "lag_mean": sum_lags / max(1, num_tokens),
             "seed": self._run.seed,
             "mode": self._run.mode,
             "times": self._step_times(),
         }
         self.disk.retry(lambda: self.folder.write_summary(summary), what="the summary", path=self.folder.summary)
 
-    def _over_rows(self, step: int) -> Row:
-        """Figures of the summary over all rows."""
-        goals, num_tokens, sum_lags = self._run.evaluation.goals[:1], 0, 0
-        found: Row = {"seconds_to_goal": None, "lag_max": 0, "logprob_diff_max": 0.0}
-        for row in self._rows(up_to_step=step):
-            if found["seconds_to_goal"] is None and any(goal.holds(row) for goal in goals):
-                found["seconds_to_goal"] = row["time_s"]
-            found["lag_max"] = max(found["lag_max"], int(row["lag/max"]))
-            found["logprob_diff_max"] = max(found["logprob_diff_max"], row.get("weights/probe_diff_max", 0.0))
-            for lag, count in row["lag/histogram"].items():
-                num_tokens, sum_lags = num_tokens + count, sum_lags + int(lag) * count
-        return found | {"lag_mean": sum_lags / max(1, num_tokens)}
-
     def _rows(self, *, up_to_step: int) -> Iterator[Row]:
         keep = partial(self.folder.keep_metrics, up_to_step=up_to_step)
         return self.disk.retry(keep, what="the metrics", path=self.folder.metrics)
-
-    def _generated_per_s(self) -> float:
-        """Mean rate of the last steps. Also updates all counters."""
-        self._update_counters()
-        self._generated_by.append((self._row_at, self._generated.total))
-        (since, before), (now, total) = self._generated_by[0], self._generated_by[-1]
-        return (total - before) / max(1e-9, now - since)
 
     def _update_counters(self) -> None:
         gauges = self._store.roles()

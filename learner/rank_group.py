@@ -184,12 +184,10 @@ class RankGroup:
         # Mixed groups have no lag.
         histogram = lag_histogram(chain(*groups[: len(groups) - command.num_mixed]), learner_version=command.version)
         mean = sum(lag * count for lag, count in histogram.items()) / sum(histogram.values())
-        percentiles = {f"lag/p{percent}": _percentile(histogram, percent=percent) for percent in (50, 95)}
+        # Smallest lag that this percentage of the tokens does not exceed; the histogram is sorted.
+        cumulative, total = list(zip(histogram, accumulate(histogram.values()), strict=True)), sum(histogram.values())
+        percentiles = {
+            f"lag/p{percent}": next(lag for lag, count in cumulative if 100 * count >= percent * total)
+            for percent in (50, 95)
+        }
         return metrics | {"lag/mean": mean, "lag/max": max(histogram), "lag/histogram": histogram, **percentiles}
-
-
-def _percentile(histogram: dict[int, int], *, percent: int) -> int:
-    """Smallest lag that `percent` of the tokens do not exceed. `histogram` is sorted."""
-    cumulative = accumulate(histogram.values())
-    total = sum(histogram.values())
-    return next(lag for lag, count in zip(histogram, cumulative, strict=True) if 100 * count >= percent * total)

@@ -317,22 +317,21 @@ class RankWatch:
             for other in self._others:
                 self._silent_s[other] += passed_s
             if silent := [other for other in self._others if self._silent_s[other] > self._timeout_s]:
-                _end_process(self._message(silent))
+                limit = f"within {self._timeout_s:g} s"
+                names = " and ".join(f"rank {other} on {self._host_of(other)}" for other in silent)
+                message = (
+                    f"all learner ranks must send a heartbeat {limit}, got none from {names}: a machine is down or a "
+                    "process hangs; the ranks are restarted."
+                )
+                # Without the rendezvous on rank 0's machine, the others' state is unknown.
+                if self._unread_s > self._timeout_s / 2 and self._rank:
+                    message = (
+                        f"the machine of learner rank 0, {self._host_of(0)}, must answer the other ranks {limit}, got "
+                        f"nothing on rank {self._rank}: the machine or the network to it is down; the ranks are "
+                        "restarted."
+                    )
+                _end_process(message)
                 return
-
-    def _message(self, silent: Sequence[int]) -> str:
-        limit = f"within {self._timeout_s:g} s"
-        # Without the rendezvous on rank 0's machine, the others' state is unknown.
-        if self._unread_s > self._timeout_s / 2 and self._rank:
-            return (
-                f"the machine of learner rank 0, {self._host_of(0)}, must answer the other ranks {limit}, got nothing "
-                f"on rank {self._rank}: the machine or the network to it is down; the ranks are restarted."
-            )
-        names = " and ".join(f"rank {other} on {self._host_of(other)}" for other in silent)
-        return (
-            f"all learner ranks must send a heartbeat {limit}, got none from {names}: a machine is down or a process "
-            "hangs; the ranks are restarted."
-        )
 
     def _host_of(self, rank: int) -> str:
         return self._beats[rank].partition(" ")[2] or "an unknown machine"

@@ -139,7 +139,13 @@ class StallDetector:
 
     def _set_cause(self, cause: StallCause | None) -> None:
         if cause and self._run.learner.stall.policy == "fail":
-            events = self._last_events()
+            roles = {name for name, gauges in self._store.roles().items() if gauges.get("role") == "generator"}
+            roles |= {*self._run.broker.names, "store"}
+            last = [e for e in self._store.events(limit=_EVENTS_READ) if e.role in roles][-_EVENTS_SHOWN:]
+            now = self._store.now()
+            # On one line, for the launcher.
+            shown = [f"{max(0.0, now - e.at):.0f} s ago {e.role}: {' '.join(e.text.split())}" for e in last]
+            events = f" Last events: {' | '.join(shown)}." if shown else ""
             raise DeadEndError(f"{self._goal} must come, but {cause}; then continue with resume=true.{events}")
         if cause is None and self._cause:
             self._cause = None
@@ -160,12 +166,3 @@ class StallDetector:
         # A store that rejects an event must not end the wait.
         with suppress(ReplayBufferError):
             self._store.record_event("learner", text)
-
-    def _last_events(self) -> str:
-        """Last events, on one line for the launcher."""
-        roles = {name for name, gauges in self._store.roles().items() if gauges.get("role") == "generator"}
-        roles |= {*self._run.broker.names, "store"}
-        last = [e for e in self._store.events(limit=_EVENTS_READ) if e.role in roles][-_EVENTS_SHOWN:]
-        now = self._store.now()
-        shown = [f"{max(0.0, now - e.at):.0f} s ago {e.role}: {' '.join(e.text.split())}" for e in last]
-        return f" Last events: {' | '.join(shown)}." if shown else ""

@@ -127,7 +127,14 @@ class Progress:
             self._served_since = now_s
         self.idle_s = now_s - self._progressed_at
         self.served_s = 0.0 if self._served_since is None else now_s - self._served_since
-        self._track_rewards(now)
+        rewarded, unrewarded = self._rewards or (now.rewarded, now.unrewarded)
+        self._rewards = (now.rewarded, now.unrewarded)
+        if now.rewarded > rewarded:
+            self.failed_rewards, self.rewards_have_failed = 0, False
+        else:
+            # Both sums shrink when a generator leaves or restarts.
+            self.failed_rewards += max(0, now.unrewarded - unrewarded)
+            self.rewards_have_failed |= self.failed_rewards >= self._max_failed_rewards
         newest = max((generator.version or 0 for generator in now.synced), default=-1)
         before, self._version_lag = self._version_lag, now.announced_version - newest if now.synced else 0
         # Count from the first snapshot with a lag: a whole training step may precede it.
@@ -157,17 +164,6 @@ class Progress:
         self.failed_rewards, self.rewards_have_failed = max(self.failed_rewards, num_failed), True
         # Generators may report these answers only now, so the next report is the new baseline.
         self._rewards = None
-
-    def _track_rewards(self, now: Snapshot) -> None:
-        rewarded, unrewarded = self._rewards or (now.rewarded, now.unrewarded)
-        self._rewards = (now.rewarded, now.unrewarded)
-        # Both sums shrink when a generator leaves or restarts.
-        grown = max(0, now.unrewarded - unrewarded)
-        if now.rewarded > rewarded:
-            self.failed_rewards, self.rewards_have_failed = 0, False
-        else:
-            self.failed_rewards += grown
-            self.rewards_have_failed |= self.failed_rewards >= self._max_failed_rewards
 
 
 def _held_versions(now: Snapshot) -> dict[str, int | None]:
@@ -217,26 +213,21 @@ def find_cause(progress: Progress) -> StallCause | None:
         checks.append(_rewards_failed)
     if progress.outdated_s >= run.learner.stall.timeout_s + run.weights.fetch_timeout_s:
         checks.append(_weights_outdated)
-    if progress.idle_s >= _max_idle_s(progress):
+    # Loading a model and fetching weights get longer limits.
+    live, longer_s = progress.now.live, 0.0
+    if any(each.state == "starting" or each.waits_for == "transfer" for each in live):
+        longer_s = run.weights.fetch_timeout_s
+    if any(each.state == "starting" for each in live) and isinstance(run.generators.engine, VllmEngineConfig):
+        # The generator's own start timeout, with the reason, fires first.
+        longer_s = max(longer_s, START_STALLS * run.learner.stall.timeout_s)
+    if progress.idle_s >= run.learner.stall.timeout_s + longer_s:
         checks += [
             _broker_dead, _generators_dead, _weights_missing, _weights_outdated, _rewards_failed, _groups_lost,
             _frames_refused, _store_full, _generators_silent,
         ]  # fmt: skip
-    if progress.served_s >= max(_SLOW_S, 3 * progress.run.learner.stall.timeout_s):
+    if progress.served_s >= max(_SLOW_S, 3 * run.learner.stall.timeout_s):
         checks.append(_too_slow)
     return next(filter(None, (check(progress) for check in checks)), None)
-
-
-def _max_idle_s(progress: Progress) -> float:
-    """Loading a model and fetching weights get longer limits."""
-    run, engine, live = progress.run, progress.run.generators.engine, progress.now.live
-    longer = [0.0]
-    if any(each.state == "starting" or each.waits_for == "transfer" for each in live):
-        longer.append(run.weights.fetch_timeout_s)
-    if any(each.state == "starting" for each in live) and isinstance(engine, VllmEngineConfig):
-        # The generator's own start timeout, with the reason, fires first.
-        longer.append(START_STALLS * run.learner.stall.timeout_s)
-    return run.learner.stall.timeout_s + max(longer)
 
 
 def _broker_dead(progress: Progress) -> StallCause | None:
@@ -331,16 +322,14 @@ def _too_slow(progress: Progress) -> StallCause:
 def _describe(generators: Sequence[RoleStatus]) -> str:
     newest = sorted(generators, key=lambda generator: generator.report_age_s)
     more = [f"and {len(newest) - _MOST_NAMED} more"] if len(newest) > _MOST_NAMED else []
-    return ", ".join([*map(_describe_one, newest[:_MOST_NAMED]), *more])
-
-
-def _describe_one(generator: RoleStatus) -> str:
-    reason = f": {generator.reason}" if generator.reason else ""
-    if not generator.is_alive:
-        return f"{generator.name} has been {generator.liveness} for {generator.report_age_s:.0f} s{reason}"
-    holds = "no weights" if generator.version is None else f"version {generator.version}"
-    running = f", {generator.running} trajectories running" if generator.running else ""
-    return f"{generator.name} is {generator.state} with {holds}{running}{reason}"
+    shown = []
+    for each in newest[:_MOST_NAMED]:
+        holds = "no weights" if each.version is None else f"version {each.version}"
+        running = f", {each.running} trajectories running" if each.running else ""
+        alive, silent = f"{each.state} with {holds}{running}", f"{each.liveness} for {each.report_age_s:.0f} s"
+        state = f"is {alive}" if each.is_alive else f"has been {silent}"
+        shown.append(f"{each.name} {state}{f': {each.reason}' if each.reason else ''}")
+    return ", ".join([*shown, *more])
 
 
 def _count(counts: dict[str, int]) -> str:

@@ -22,7 +22,7 @@ from slipstream.configs.run import RunConfig, read_config
 from slipstream.configs.schema import groups
 from slipstream.migration.translation import format_value
 from slipstream.observe.catalog.catalog import Catalog, CatalogQuery, open_catalog
-from slipstream.observe.catalog.detail import TrajectoryDetail
+from slipstream.observe.catalog.rows import TrajectoryDetail
 from slipstream.observe.metrics_rows import read_rows
 from slipstream.observe.reader import RunReader
 from slipstream.runtime.run_folder import RunFolder, find_run

@@ -1,20 +1,27 @@
-"""Policy losses: one number per token, not averaged, negated so that lower is better.
+"""Policy losses: one number per token, negated so that lower is better; their masks and aggregations.
 
 ratio = pi_learner / pi_proximal; sg = stop gradient. The proximal policy is called anchor where it may also be the
 generator. Terms sg(weight) * log pi_learner use the log-ratio, which has the same gradient.
 
 Sequence-level losses are repeated for each token, and aggregations weight these equally. Except in token forms, they
 need equal advantages within a sequence.
+
+Masks choose the tokens of an update that keep their gradient: True = keep, except for `kl_cov_mask`. Except in `opsm`,
+formulas exclude tokens that the correction rejected (`is_counted` false). Their results do not matter.
+
+Aggregations return one weight per sequence of an update: loss = sum over tokens of weight * token loss. T_i is
+`AggregationInputs.num_tokens`, and B counts the sequences with T_i > 0, over all microbatches and ranks. If T_i
+includes rejected tokens, rejection shrinks the step.
 """
 
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from slipstream.learner.algorithms import importance, segments
-from slipstream.learner.algorithms.inputs import LossInputs, known
+from slipstream.learner.algorithms.inputs import AggregationInputs, LossInputs, MaskInputs, known
 
 
 def idle_tokens(
@@ -64,13 +71,13 @@ def unclipped(inputs: LossInputs) -> Float[Tensor, "N"]:
 
     loss = -ratio * A
 
-    Source: PPO, arXiv:1707.06347, eq. 6; M2PO, arXiv:2510.01161, multiplies it by `token_masks.m2po`.
+    Source: PPO, arXiv:1707.06347, eq. 6; M2PO, arXiv:2510.01161, multiplies it by `m2po`.
     """
     return -inputs.log_ratio.exp() * inputs.advantages
 
 
 def clip_cov(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[Tensor, "N"]:
-    """PPO-clip without the tokens that `token_masks.clip_cov_mask` drops.
+    """PPO-clip without the tokens that `clip_cov_mask` drops.
 
     loss = ppo_clip * selected
 
@@ -80,7 +87,7 @@ def clip_cov(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[
 
 
 def kl_cov(inputs: LossInputs, *, beta: float) -> Float[Tensor, "N"]:
-    """Surrogate with a penalty on the high-covariance tokens of `token_masks.kl_cov_mask`.
+    """Surrogate with a penalty on the high-covariance tokens of `kl_cov_mask`.
 
     loss = -ratio * A + beta * |log ratio| * selected
 
@@ -254,3 +261,161 @@ def _sequence_log_ratio(inputs: LossInputs) -> Float[Tensor, "N"]:
     """sum_t log ratio_t per sequence, clamped, without gradient."""
     totals = segments.sums(inputs.log_ratio.detach(), inputs.sequences, num_segments=inputs.num_sequences)
     return totals.clamp(-importance.LOG_RATIO_BOUND, importance.LOG_RATIO_BOUND)[inputs.sequences]
+
+
+def token_mean(inputs: AggregationInputs) -> Float[Tensor, "B"]:
+    """Mean over all tokens.
+
+    weight = 1 / sum_j T_j
+
+    Source: DAPO, arXiv:2503.14476, eq. 12.
+    """
+    return _present(inputs) / inputs.num_tokens.sum().clamp(min=1)
+
+
+def token_sum(inputs: AggregationInputs) -> Float[Tensor, "B"]:
+    """Sum over all tokens, so the step grows with the batch.
+
+    weight = 1
+
+    Source: REINFORCE, Williams 1992, eq. 11, before any mean.
+    """
+    return _present(inputs)
+
+
+def seq_mean_token_mean(inputs: AggregationInputs) -> Float[Tensor, "B"]:
+    """Mean over the tokens of a sequence, mean over sequences.
+
+    weight_i = 1 / (B * T_i)
+
+    Source: GRPO, arXiv:2402.03300, eq. 3.
+    """
+    return _present(inputs) / (inputs.num_tokens.clamp(min=1) * _num_present(inputs.num_tokens))
+
+
+def seq_mean_token_sum(inputs: AggregationInputs) -> Float[Tensor, "B"]:
+    """Sum over the tokens of a sequence, mean over sequences.
+
+    weight = 1 / B
+
+    Source: Dr. GRPO, arXiv:2503.20783, section 3.2 (also divides by a constant length).
+    """
+    return _present(inputs) / _num_present(inputs.num_tokens)
+
+
+def seq_mean_token_sum_norm(inputs: AggregationInputs) -> Float[Tensor, "B"]:
+    """`seq_mean_token_sum` divided by a constant length.
+
+    weight = 1 / (B * length)
+
+    Source: Dr. GRPO, arXiv:2503.20783, section 3.2.
+    """
+    return seq_mean_token_sum(inputs) / inputs.length
+
+
+def prompt_mean(inputs: AggregationInputs) -> Float[Tensor, "B"]:
+    """Equal weight per prompt, divided evenly over its sequences' tokens.
+
+    weight_i = 1 / (G * sum_{j in group of i} T_j), G = number of groups with tokens
+
+    Source: ScaleRL, arXiv:2510.13786 (prompt average); per prompt as in DAPO, arXiv:2503.14476, eq. 8.
+    """
+    lengths, groups = inputs.num_tokens.to(torch.float64), inputs.groups
+    per_group = segments.sums(lengths, groups, num_segments=segments.count(groups))
+    return _present(inputs) / (per_group.clamp(min=1)[groups] * _num_present(per_group))
+
+
+def _present(inputs: AggregationInputs) -> Float[Tensor, "B"]:
+    return (inputs.num_tokens > 0).to(torch.float64)
+
+
+def _num_present(num_tokens: Int[Tensor, "B"] | Float[Tensor, "B"]) -> Int[Tensor, ""]:
+    return (num_tokens > 0).sum().clamp(min=1)
+
+
+def m2po(inputs: MaskInputs, *, threshold: float) -> Bool[Tensor, "N"]:
+    """Drop the candidates with the largest squared log-ratios.
+
+    candidates: (A > 0 and ratio > 1) or (A < 0 and ratio < 1), ratio = pi_learner / pi_generator
+    dropped: the fewest candidates, largest (log ratio)^2 first, such that the mean of the rest is <= threshold
+
+    Source: M2PO, arXiv:2510.01161, algorithm 1.
+    Differs: no floor: candidates may all be dropped. AReaL's form, arXiv:2505.24298, always keeps the smallest, treats
+    all tokens as candidates, and measures log(generator/proximal).
+    """
+    log_ratio, advantages = inputs.log_ratio, inputs.advantages
+    moves_away = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
+    candidates = (moves_away & inputs.is_counted).nonzero().squeeze(1)
+    squares, order = log_ratio[candidates].double().square().sort(stable=True)
+    # The running mean of sorted values increases, so kept tokens form a prefix.
+    running_mean = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    kept = torch.ones_like(advantages, dtype=torch.bool)
+    kept[candidates[order[running_mean > threshold]]] = False
+    return kept
+
+
+def opsm(inputs: MaskInputs, *, delta: float) -> Bool[Tensor, "N"]:
+    """Drop tokens with negative advantage in sequences that are now unlikely under the learner.
+
+    dropped: A < 0 and mean_t log(pi_generator / pi_learner) > delta
+
+    The mean includes rejected tokens and the mismatch between the engines.
+    Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
+    """
+    drift = -segments.means(inputs.log_ratio, inputs.sequences, num_segments=inputs.num_sequences)
+    return ~((inputs.advantages < 0) & (drift > delta)[inputs.sequences])
+
+
+def covariance(inputs: MaskInputs) -> Float[Tensor, "N"]:
+    """Contribution of each token to the covariance of log-probability and advantage. High covariance reduces entropy.
+
+    cov_t = (A_t - mean A) * (log pi_t - mean log pi); 0 if log pi is not finite
+
+    Source: arXiv:2505.22617, eq. 10.
+    """
+    logprobs, advantages = inputs.learner_logprobs, inputs.advantages
+    is_finite = logprobs.isfinite()
+    counted = logprobs[is_finite & inputs.is_counted]
+    centered = torch.where(is_finite, logprobs - counted.sum() / max(1, len(counted)), 0.0)
+    return (advantages - advantages[inputs.is_counted].mean()) * centered
+
+
+def clip_cov_mask(
+    inputs: MaskInputs, *, fraction: float, covariance_low: float, covariance_high: float
+) -> Bool[Tensor, "N"]:
+    """Drop random tokens with high covariance to prevent entropy collapse.
+
+    dropped: max(1, floor(fraction * N)) tokens drawn from {t: covariance_low <= cov_t <= covariance_high}, all if
+    fewer, none if fraction is 0
+
+    Source: Clip-Cov, arXiv:2505.22617, eq. 11 and 12.
+    Differs: at least one token, like the authors' code, which also excludes clipped tokens.
+    """
+    covariances = covariance(inputs)
+    is_high = (covariances >= covariance_low) & (covariances <= covariance_high)
+    candidates = (is_high & inputs.is_counted).nonzero().squeeze(1)
+    # On the CPU, so that every rank draws the same tokens.
+    generator = torch.Generator().manual_seed(inputs.seed)
+    drawn = torch.randperm(len(candidates), generator=generator)[: _count_of(inputs, fraction)]
+    kept = torch.ones_like(is_high)
+    kept[candidates[drawn.to(candidates.device)]] = False
+    return kept
+
+
+def kl_cov_mask(inputs: MaskInputs, *, fraction: float) -> Bool[Tensor, "N"]:
+    """Tokens with the largest covariance, for `kl_cov`.
+
+    True: the max(1, floor(fraction * N)) largest cov_t, earlier ones first if equal; none if fraction is 0
+
+    Source: KL-Cov, arXiv:2505.22617, eq. 13.
+    Differs: at least one token, as in `clip_cov_mask`.
+    """
+    counted = inputs.is_counted.nonzero().squeeze(1)
+    largest = covariance(inputs)[counted].argsort(descending=True, stable=True)[: _count_of(inputs, fraction)]
+    selected = torch.zeros_like(inputs.is_counted)
+    selected[counted[largest]] = True
+    return selected
+
+
+def _count_of(inputs: MaskInputs, fraction: float) -> int:
+    return max(1, int(fraction * int(inputs.is_counted.sum()))) if fraction else 0

@@ -77,9 +77,7 @@ def build_batch(
     num_own, members = len(groups) - num_mixed, []
     for index, (group, limit) in enumerate(zip(groups, max_lags or [max_lag] * len(groups), strict=True)):
         for trajectory in group:
-            _check_sampling(trajectory, has_baseline=has_baseline)
-            if routers:
-                _check_experts(trajectory, routers)
+            _check_trainable(trajectory, has_baseline=has_baseline, routers=routers)
             member = _make_member(
                 trajectory, index, learner_version=learner_version, max_lag=limit, masks_truncated=masks_truncated
             )
@@ -135,16 +133,15 @@ def _check_vocabulary(members: Sequence[_Member], *, vocab_size: int) -> None:
     )
 
 
-def _check_sampling(trajectory: Trajectory, *, has_baseline: bool) -> None:
+def _check_trainable(trajectory: Trajectory, *, has_baseline: bool, routers: Routers | None) -> None:
     if trajectory.sampling.temperature <= 0 and not (has_baseline and trajectory.is_greedy):
         raise BatchError(
             f"a trajectory to train on must be sampled at a temperature > 0, got {trajectory.sampling.temperature} in "
             f"{trajectory.id}: greedy answers have no sampling probability, and serve as baselines only with "
             "algorithm/advantage=remax."
         )
-
-
-def _check_experts(trajectory: Trajectory, routers: Routers) -> None:
+    if routers is None:
+        return
     found, (num_routers, top_k) = trajectory.arrays.get(EXPERTS), routers.shape
     expected = [trajectory.num_tokens, num_routers, top_k]
     got = "none" if found is None else f"{found.dtype}{list(found.shape)}"

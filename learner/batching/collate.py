@@ -59,9 +59,19 @@ def pack(bundles: Sequence[Bundle], *, row_tokens: int, microbatch_tokens: int) 
     A row holds at most `row_tokens` and a microbatch at most `microbatch_tokens`, padding included, unless one bundle
     or row is longer.
     """
+    rows: list[Row] = []
+    space: list[int] = []
+    for bundle in _longest_first(bundles):
+        fits = next((index for index, left in enumerate(space) if left >= bundle.num_tokens), None)
+        if fits is None:
+            rows.append([])
+            space.append(row_tokens)
+            fits = len(rows) - 1
+        rows[fits].append(bundle)
+        space[fits] -= bundle.num_tokens
     # Rows of similar length share a microbatch, because all are padded to the first, the longest.
     microbatches: list[list[Row]] = []
-    for row in sorted(_fill_rows(bundles, row_tokens=row_tokens), key=row_length, reverse=True):
+    for row in sorted(rows, key=row_length, reverse=True):
         if not microbatches or (len(microbatches[-1]) + 1) * row_length(microbatches[-1][0]) > microbatch_tokens:
             microbatches.append([])
         microbatches[-1].append(row)
@@ -93,20 +103,6 @@ def _split(group: list[Sample], *, max_tokens: int) -> list[Bundle]:
         members.append(sample)
         length += own
     return [*bundles, Bundle(tuple(members), num_shared, length)]
-
-
-def _fill_rows(bundles: Sequence[Bundle], *, row_tokens: int) -> list[Row]:
-    rows: list[Row] = []
-    space: list[int] = []
-    for bundle in _longest_first(bundles):
-        fits = next((index for index, left in enumerate(space) if left >= bundle.num_tokens), None)
-        if fits is None:
-            rows.append([])
-            space.append(row_tokens)
-            fits = len(rows) - 1
-        rows[fits].append(bundle)
-        space[fits] -= bundle.num_tokens
-    return rows
 
 
 def _longest_first(bundles: Sequence[Bundle]) -> list[Bundle]:
@@ -250,7 +246,11 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
     # All shares, to count the microbatches of other ranks.
     packed = [pack(share, **limits) for share in distribute(bundles, num_ranks=num_ranks)]
     microbatches = [MicrobatchBuilder(rows, layout).build() for rows in packed[rank]]
-    microbatches += [_empty_microbatch(layout)] * (max(map(len, packed)) - len(microbatches))
+    if missing := max(map(len, packed)) - len(microbatches):
+        none = torch.zeros(0, dtype=torch.int64)
+        token_ids = torch.zeros(1, layout.num_slices, dtype=torch.int64)
+        columns = {"sources": none, "targets": none, "indices": none, "temperatures": torch.ones(0)}
+        microbatches += [Microbatch(token_ids, None, None, copies=torch.zeros_like(token_ids), **columns)] * missing
     images = next((sample.images for sample in trained if sample.images), None)
     if images is None or num_ranks == 1:
         return microbatches
@@ -276,11 +276,3 @@ def _with_blank(microbatch: Microbatch, images: SampleImages) -> Microbatch:
         image_grids=torch.tensor([[1, side, side]]),
         is_image=is_image,
     )
-
-
-def _empty_microbatch(layout: Layout) -> Microbatch:
-    """For ranks with fewer microbatches than others."""
-    none = torch.zeros(0, dtype=torch.int64)
-    token_ids = torch.zeros(1, layout.num_slices, dtype=torch.int64)
-    columns = {"sources": none, "targets": none, "indices": none, "temperatures": torch.ones(0)}
-    return Microbatch(token_ids, None, None, copies=torch.zeros_like(token_ids), **columns)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from slipstream.buffer.trajectory import Media, Trajectory
+from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.base import ConfigError
 from slipstream.learner.batching.batch import Batch
 from slipstream.learner.errors import BatchError
@@ -226,7 +226,14 @@ class PromptImages:
         except (KeyError, ConfigError) as error:
             raise BatchError(f"the images of {trajectory.id} must be readable, got {error}") from error
         for each, grid in zip(media, grids, strict=True):
-            self._check(trajectory, each, vision.num_tokens(grid))
+            num_tokens = vision.num_tokens(grid)
+            own: Any = trajectory.token_ids[each.first_token : each.first_token + num_tokens]
+            if each.num_tokens != num_tokens or not np.all(own == vision.token_id):
+                raise BatchError(
+                    f"an image must have {num_tokens} tokens {vision.token_id} for this learner, got "
+                    f"{each.num_tokens} in {trajectory.id} of {trajectory.generator_id}: generator and learner must "
+                    "load the same model."
+                )
         placed = [(each.first_token - start, grid) for each, grid in zip(media, grids, strict=True)]
         is_image = np.zeros(end - start, dtype=np.bool_)
         for each in media:
@@ -239,12 +246,3 @@ class PromptImages:
             positions=vision.positions(end - start, placed),
             patches=lambda name: vision.patches(self._images[name]),
         )
-
-    def _check(self, trajectory: Trajectory, media: Media, num_tokens: int) -> None:
-        own: Any = trajectory.token_ids[media.first_token : media.first_token + num_tokens]
-        if media.num_tokens != num_tokens or not np.all(own == self._vision.token_id):
-            raise BatchError(
-                f"an image must have {num_tokens} tokens {self._vision.token_id} for this learner, got "
-                f"{media.num_tokens} in {trajectory.id} of {trajectory.generator_id}: generator and learner must load "
-                "the same model."
-            )

@@ -130,7 +130,16 @@ class ShardedModel(ModelEngine[M]):
         return copy_weights(own) if self.is_sharded else super().copy_weights(ranks)
 
     def _held_shards(self) -> list[Shard]:
-        return [_held(shard, rank=self._ranks.rank) for shard in super()._held_shards()]
+        """This rank's parts of ZeRO-3 parameters, without uninitialized padding at the end; other tensors whole."""
+        shards = []
+        for shard in super()._held_shards():
+            if hasattr(parameter := shard.master, "ds_tensor"):
+                length = parameter.partition_numel()
+                begin = self._ranks.rank * length
+                size = max(0, min(length, parameter.ds_numel - begin))
+                shard = Shard(shard.name, begin, size, parameter.ds_tensor, 0)
+            shards.append(shard)
+        return shards
 
     def _refresh(self) -> None:
         # Small parameters stay gathered.
@@ -194,15 +203,6 @@ class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):
                     shards.append(Shard(names[id(parameter)], begin, size, flat, offset))
                 offset += length
         return shards
-
-
-def _held(shard: Shard, *, rank: int) -> Shard:
-    """This rank's part of a ZeRO-3 parameter, without uninitialized padding at the end; other tensors whole."""
-    if not hasattr(parameter := shard.master, "ds_tensor"):
-        return shard
-    length = parameter.partition_numel()
-    begin = rank * length
-    return Shard(shard.name, begin, max(0, min(length, parameter.ds_numel - begin)), parameter.ds_tensor, 0)
 
 
 def _keep_inputs_on_host(model: nn.Module) -> None:

@@ -89,7 +89,20 @@ class MemberTable:
 
     def update(self, members: Members) -> None:
         # Keep versions and backoffs: a member that reappears is the same process, with the same incarnation.
-        self.live = {g.member: self._reached_safely(g) for g in members.generators if g.state not in _UNREACHABLE}
+        live: dict[Member, MemberState] = {}
+        for state in members.generators:
+            if state.state in _UNREACHABLE:
+                continue
+            if state.transport == "collective" and not (self._trusts_network or is_here(state.machine)):
+                # Broadcasts would cross an untrusted network: deltas go over CURVE.
+                if (member := state.member) not in self._diverted:
+                    self._diverted.add(member)
+                    log.info("weights_not_broadcast", member=member.peer_id, machine=state.machine, instead="delta")
+                    reason = "broadcasts are not encrypted, and cluster.trusted_network is not true"
+                    self.report(member, f"fetches weights as deltas: {reason}")
+                state = msgspec.structs.replace(state, transport="delta")
+            live[state.member] = state
+        self.live = live
         self.num_on = Counter(state.machine for state in self.live.values())
         self.num_elsewhere = sum(number for machine, number in self.num_on.items() if not is_here(machine))
 
@@ -117,17 +130,6 @@ class MemberTable:
         self._devices[member] = device
         self._num_evictions.pop(member, None)
         self._retry_at.pop(member, None)
-
-    def _reached_safely(self, state: MemberState) -> MemberState:
-        """Switch a member to deltas over CURVE if broadcasts would cross an untrusted network."""
-        if state.transport != "collective" or self._trusts_network or is_here(state.machine):
-            return state
-        if state.member not in self._diverted:
-            self._diverted.add(state.member)
-            log.info("weights_not_broadcast", member=state.member.peer_id, machine=state.machine, instead="delta")
-            reason = "broadcasts are not encrypted, and cluster.trusted_network is not true"
-            self.report(state.member, f"fetches weights as deltas: {reason}")
-        return msgspec.structs.replace(state, transport="delta")
 
     def report(self, member: Member, text: str) -> None:
         self._on_evict(member.peer_id, text)
@@ -207,19 +209,16 @@ class Lenders:
         for error in errors:
             # A generator may claim anything: ignore reports about other lenders.
             for node in (node for node in nodes if node.address == error.address):
-                self._blame(node.member, error, by=member)
+                lender, by, reason, is_altered = node.member, member.peer_id, error.reason, error.is_altered
+                log.warning("lender_failed", lender=lender.peer_id, by=by, altered=is_altered, reason=reason)
+                self._rests_until[lender] = self._clock() + _REST_S
+                if is_altered and lender not in self._liars:
+                    self._liars.add(lender)
+                    got = f"{by} got other weights from it than were published: {reason}"
+                    self._members.report(lender, f"lends no more: {got}")
         if not is_lending:
             for tree in self._trees.values():
                 tree.nodes.pop(member, None)
-
-    def _blame(self, lender: Member, error: LenderError, *, by: Member) -> None:
-        reason, is_altered = error.reason, error.is_altered
-        log.warning("lender_failed", lender=lender.peer_id, by=by.peer_id, altered=is_altered, reason=reason)
-        self._rests_until[lender] = self._clock() + _REST_S
-        if is_altered and lender not in self._liars:
-            self._liars.add(lender)
-            got = f"{by.peer_id} got other weights from it than were published: {reason}"
-            self._members.report(lender, f"lends no more: {got}")
 
     def _place(self, member: Member, tree: _Tree) -> Place:
         state = self._members.live[member]
@@ -350,16 +349,17 @@ class FetchTracker:
 
     def request(self, staged: Staged) -> None:
         """Ask due members to fetch this version. Blocks while it is written; evicts them if the disk is full."""
-        due = self.due(staged.version)
-        if near := [member for member in due if self._reads_memory(member)]:
+        due, live = self.due(staged.version), self._members.live
+        broadcasts = [m for m in due if live[m].transport == "collective" and m not in self._reads_files]
+        if near := [member for member in broadcasts if is_here(live[member].machine)]:
             limit_s = self._config.transfer_timeout_s + sum(staged.update.bucket_bytes) / SLOWEST_BYTES_PER_S
             self._announce(staged, near, SnapshotSource("", "", memory=staged.memory.path), limit_s=limit_s)
         due = [member for member in due if member not in near]
-        has_deltas = any(state.transport == "delta" for state in self._members.live.values())
+        has_deltas = any(state.transport == "delta" for state in live.values())
         try:
             # Write a delta if any member uses deltas, but announce it only to these.
             for with_deltas in (False, True):
-                members = [m for m in due if (self._members.live[m].transport == "delta") is with_deltas]
+                members = [m for m in due if (live[m].transport == "delta") is with_deltas]
                 if members:
                     self._send(staged, members, put_delta=has_deltas, with_deltas=with_deltas)
         except WeightTransferError as error:
@@ -407,10 +407,6 @@ class FetchTracker:
         if request.reads_memory:
             self._unanswered.add(request.update.version)
         self._lenders.record_end(member)
-
-    def _reads_memory(self, member: Member) -> bool:
-        state = self._members.live[member]
-        return state.transport == "collective" and is_here(state.machine) and member not in self._reads_files
 
     def _joins_broadcasts(self, member: Member) -> bool:
         state = self._members.live[member]

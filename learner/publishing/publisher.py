@@ -243,13 +243,19 @@ class Publisher:
     def _run_phase(
         self, action: Callable[[], None], answers: Mapping[Member, Message], members: list[Member], *, timeout_s: float
     ) -> tuple[str, list[Member]]:
-        """Run `action` and wait for answers. Returns any error, and members without an answer."""
+        """Run `action` and wait for answers of live members. Returns any error, and members without an answer."""
         error = ""
         try:
             self._run_watched(action, members)
         except WeightTransferError as raised:
             error = str(raised)
-        return error, self._collect(answers, members, timeout_s=_AFTER_ERROR_S if error else timeout_s)
+        limit_s = _AFTER_ERROR_S if error else timeout_s
+        deadline = Deadline(limit_s, what="members to answer", clock=self._clock)
+        while True:
+            missing = [m for m in members if m not in answers]
+            if not missing or deadline.is_over or not self._members.live.keys() & missing:
+                return error, missing
+            self._handle(self._inbox.get(timeout_s=min(_WAIT_STEP_S, deadline.left_s)))
 
     def _run_watched(self, action: Callable[[], None], members: list[Member]) -> None:
         """Run `action`, which needs all members. Abort if one dies."""
@@ -262,15 +268,6 @@ class Publisher:
             if not set(members) <= self._members.live.keys():
                 self._require_sender().abort()
         in_flight.result()
-
-    def _collect(self, answers: Mapping[Member, Message], members: list[Member], *, timeout_s: float) -> list[Member]:
-        """Wait for answers of live members. Returns members without one."""
-        deadline = Deadline(timeout_s, what="members to answer", clock=self._clock)
-        while True:
-            missing = [m for m in members if m not in answers]
-            if not missing or deadline.is_over or not self._members.live.keys() & missing:
-                return missing
-            self._handle(self._inbox.get(timeout_s=min(_WAIT_STEP_S, deadline.left_s)))
 
     def poll(self, *, timeout_s: float) -> None:
         """Handle received messages. Blocks at most `timeout_s` for the first."""

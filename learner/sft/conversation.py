@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.reasoning import Reasoning, find_reasoning
+from slipstream.runtime.model_files import Reasoning, find_reasoning
 from slipstream.runtime.row_files import without_nulls
 
 Message = dict[str, Any]

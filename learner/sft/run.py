@@ -325,31 +325,28 @@ class SftRun:
             self._checkpoints.upload([self._folder.final_model, *([best] if best else [])])
         self._checkpoints.saver.flush()
         if self._ranks.is_first:
-            self._write_summary()
+            rows = self._keep_rows(up_to_step=self._step)
+            trained = [row for row in rows if row["step"] > 0]
+            losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
+            seconds = rows[-1]["time_s"] if rows else 0.0
+            # Values without rows are null.
+            summary = {
+                "eval_loss": losses.get(self._step),
+                "eval_loss_before": losses.get(0),
+                "eval_pair_accuracy": rows[-1].get("eval/pair_accuracy") if rows else None,
+                "train_loss": trained[-1]["learner/loss"] if trained else None,
+                "steps": self._step,
+                "epochs": self._epoch,
+                "train_seconds": seconds,
+                "learner_tokens_per_s": sum(row["learner/tokens"] for row in trained) / max(1e-9, seconds),
+                **_counts("train", self._files["train"]),
+                **_counts("eval", self._files["heldout"]),
+                "seed": self._run.seed,
+                "mode": self._run.mode,
+            }
+            self._disk.retry(lambda: self._folder.write_summary(summary), what="the summary", path=self._folder.summary)
         self._ranks.barrier()
         log.info("finished", step=self._step)
-
-    def _write_summary(self) -> None:
-        """Values without rows are null."""
-        rows = self._keep_rows(up_to_step=self._step)
-        trained = [row for row in rows if row["step"] > 0]
-        losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
-        seconds = rows[-1]["time_s"] if rows else 0.0
-        summary = {
-            "eval_loss": losses.get(self._step),
-            "eval_loss_before": losses.get(0),
-            "eval_pair_accuracy": rows[-1].get("eval/pair_accuracy") if rows else None,
-            "train_loss": trained[-1]["learner/loss"] if trained else None,
-            "steps": self._step,
-            "epochs": self._epoch,
-            "train_seconds": seconds,
-            "learner_tokens_per_s": sum(row["learner/tokens"] for row in trained) / max(1e-9, seconds),
-            **_counts("train", self._files["train"]),
-            **_counts("eval", self._files["heldout"]),
-            "seed": self._run.seed,
-            "mode": self._run.mode,
-        }
-        self._disk.retry(lambda: self._folder.write_summary(summary), what="the summary", path=self._folder.summary)
 
 
 def _counts(name: str, file: SftFile) -> dict[str, Any]:

@@ -282,21 +282,17 @@ def _run_by_run(states: list[Tensor], spans: Spans, rows: PackedRows, *, window:
         query, key, value = (part.transpose(0, 1)[None] for part in run)
         shape = query.shape[2], key.shape[2], window
         if shape[0] < shape[1] or 0 < window < shape[1]:
-            mask = masks[shape] = masks[shape] if shape in masks else _mask(*shape, like=query)
+            if (mask := masks.get(shape)) is None:
+                last = shape[1] - shape[0]
+                sees = torch.ones(shape[:2], dtype=torch.bool, device=query.device).tril(last)
+                sees = sees.triu(last - window + 1) if window else sees
+                # Additive: of a boolean mask, SDPA would keep a copy per layer.
+                mask = masks[shape] = torch.zeros_like(sees, dtype=query.dtype).masked_fill_(~sees, -torch.inf)
             out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
         else:
             out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
         found.append(out[0].transpose(0, 1))
     return torch.cat(found)
-
-
-def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tensor:
-    """Additive mask [Q, K]. Of a boolean one, SDPA would keep a copy per layer."""
-    last = num_keys - num_queries
-    sees = torch.ones(num_queries, num_keys, dtype=torch.bool, device=like.device).tril(last)
-    if window:
-        sees = sees.triu(last - window + 1)
-    return torch.zeros(sees.shape, dtype=like.dtype, device=like.device).masked_fill_(~sees, -torch.inf)
 
 
 # --- compiled layers -------------------------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ from slipstream.learner.batching.microbatch import Sample, SampleImages
 from slipstream.learner.errors import DivergenceError, ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.attention import PACKED, SINGLE_RANK, native_attention
-from slipstream.learner.training.critic import ValueModel
 from slipstream.learner.training.model import FAILURES, UNLIMITED, Policy, first_line, in_float32, positions_of
 from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, rounded
+from slipstream.learner.training.second_model import ValueModel
 from slipstream.runtime.images import VisionModel, takes_images
 
 _SHORTEST_PROBE = 64

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, DistillationConfig, RewardShapingConfig
+from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, DistillationConfig
 from slipstream.configs.algorithm_terms import AdvantageConfig, CustomAdvantageConfig
 from slipstream.learner.algorithms import advantages, distillation, find, importance, segments
 from slipstream.learner.algorithms.inputs import (
@@ -93,7 +93,14 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: floa
         lengths, buffer = batch.trajectories.lengths, shaping.overlong_buffer
         buffer *= max_tokens if buffer < 1 else 1
         rewards = rewards + advantages.overlong_penalty(lengths, max_length=max_tokens, buffer=buffer)
-    rewards = _normalized(rewards, batch, shaping)
+    # Normalize over members. Non-members get a reward of 0.
+    members = batch.trajectories.is_member
+    rewards = torch.where(members, rewards, 0.0)
+    if shaping.normalize == "batch":
+        rewards[members] = segments.whiten(rewards[members], epsilon=advantages.EPSILON)
+    elif shaping.normalize == "group":
+        groups = batch.trajectories.groups[members]
+        rewards[members] = segments.standardized(rewards[members], groups, epsilon=advantages.EPSILON)
     price = kl_coefficient if config.kl.apply_to == "reward" else 0.0
     divergence = torch.zeros_like(batch.tokens.generator_logprobs)
     if price:
@@ -103,18 +110,6 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: floa
         rewards, divergence, batch.tokens.sequences, coefficient=price, turn_rewards=batch.tokens.turn_rewards
     )
     return batch.replace(trajectories=batch.trajectories.replace(rewards=totals)).with_tokens(rewards=tokens)
-
-
-def _normalized(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> Tensor:
-    """Normalize over members. Non-members get a reward of 0."""
-    members = batch.trajectories.is_member
-    shaped = torch.where(members, rewards, 0.0)
-    if shaping.normalize == "batch":
-        shaped[members] = segments.whiten(shaped[members], epsilon=advantages.EPSILON)
-    elif shaping.normalize == "group":
-        groups = batch.trajectories.groups[members]
-        shaped[members] = segments.standardized(shaped[members], groups, epsilon=advantages.EPSILON)
-    return shaped
 
 
 def fill_advantages(
@@ -189,13 +184,15 @@ def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch
 
 def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> Tensor:
     """float32[N]: weight of each token's loss. `max_tokens`: as in `shape_rewards`."""
-    trajectories = batch.trajectories
-    counts = _num_kept(batch) if config.correction.loss_denominator == "kept_tokens" else trajectories.num_trained
+    trajectories, is_kept = batch.trajectories, batch.tokens.is_kept
+    counts = trajectories.num_trained
+    if config.correction.loss_denominator == "kept_tokens" and is_kept is not None:
+        counts = segments.sizes(batch.tokens.sequences[is_kept], num_segments=batch.num_trajectories)
     weights = torch.zeros(batch.num_trajectories, dtype=torch.float64, device=counts.device)
     for update in trajectories.updates.unique():
         own = trajectories.updates == update
         inputs = AggregationInputs(counts[own], trajectories.groups[own], config.loss_aggregation_length or max_tokens)
-        weights[own] = find(f"aggregation.{config.loss_aggregation}")(inputs)
+        weights[own] = find(f"policy_losses.{config.loss_aggregation}")(inputs)
     return batch.per_token(weights * trajectories.draw_weights).float()
 
 
@@ -207,13 +204,6 @@ def nll_weights(batch: Batch, *, coefficient: float) -> Tensor | None:
     updates = batch.per_token(batch.trajectories.updates)
     counts = segments.sizes(updates[is_right], num_segments=segments.count(updates)).clamp(min=1)
     return (coefficient * batch.per_token(batch.trajectories.draw_weights) * is_right / counts[updates]).float()
-
-
-def _num_kept(batch: Batch) -> Tensor:
-    is_kept = batch.tokens.is_kept
-    if is_kept is None:
-        return batch.trajectories.num_trained
-    return segments.sizes(batch.tokens.sequences[is_kept], num_segments=batch.num_trajectories)
 
 
 def learning_rate_scale(batch: Batch) -> float:

@@ -74,11 +74,9 @@ class OutputHead(nn.Module):
         if not requested and is_sharded(self):
             # Sharded parameters are gathered only within this call.
             weight = weight.clone()
-        logits = DeferredLogits(states, weight, self.bias, self._soft_cap if self._cap else None, dtype)
+        soft_cap = (lambda each: torch.tanh(each / self._cap) * self._cap) if self._cap else None
+        logits = DeferredLogits(states, weight, self.bias, soft_cap, dtype)
         return measure_tokens(logits, *inputs, requested=requested, **options) if requested else {"logits": logits}
-
-    def _soft_cap(self, logits: Tensor) -> Tensor:
-        return torch.tanh(logits / self._cap) * self._cap
 
 
 class Policy(nn.Module):
@@ -149,7 +147,10 @@ class Policy(nn.Module):
         if self.head:
             outputs = self.head(self._states(part), *columns, dtype=self.compute_dtype, **options)
         else:
-            logits = self._logits(part)
+            keeps_some = len(part.token_ids) == 1 and "logits_to_keep" in signature(self.causal_lm.forward).parameters
+            kept = {"logits_to_keep": part.sources} if keeps_some else {}
+            logits = forward_pass(self.causal_lm, part, group=self.group, **kept).logits.flatten(0, 1)
+            logits = logits if keeps_some else logits[part.sources]
             outputs = measure_tokens(logits, *columns, **options) if requested else {"logits": logits}
         outputs = self.group.gather(outputs, microbatch) if requested else outputs
         return outputs | self._routed(part, prices)
@@ -172,12 +173,6 @@ class Policy(nn.Module):
         """Hidden states [N, D] that predict the trained tokens."""
         output = forward_pass(self.causal_lm.base_model, part, group=self.group)
         return output.last_hidden_state.flatten(0, 1)[part.sources]
-
-    def _logits(self, part: Microbatch) -> Tensor:
-        keeps_some = len(part.token_ids) == 1 and "logits_to_keep" in signature(self.causal_lm.forward).parameters
-        options = {"logits_to_keep": part.sources} if keeps_some else {}
-        logits = forward_pass(self.causal_lm, part, group=self.group, **options).logits.flatten(0, 1)
-        return logits if keeps_some else logits[part.sources]
 
     @torch.no_grad()
     def check_head(self) -> None:
@@ -386,7 +381,13 @@ def load_module(
     with torch.random.fork_rng(), loading or nullcontext():
         module, found = _load_pretrained(kind, config, on_gpu=device.type == "cuda", setting=setting, group=group)
         module = module.to(device)
-        _disable_noise(module, gradient_checkpointing=gradient_checkpointing)
+        # Some routers are random in training mode.
+        module.eval()
+        if gradient_checkpointing:
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+            # transformers recomputes activations in training mode. Submodules stay in evaluation mode.
+            for part in module.modules():
+                part.training = getattr(part, "gradient_checkpointing", False)
         # A sharded model cannot compute outside an engine.
         if not is_sharded(module):
             with native_attention(module):
@@ -428,16 +429,6 @@ def _disable_dropout(settings: PreTrainedConfig) -> None:
             # For example `resid_pdrop` (GPT-2) and `layerdrop` (OPT).
             if "drop" in name and isinstance(value, float):
                 setattr(part, name, 0.0)
-
-
-def _disable_noise(module: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Set evaluation mode: some routers are random in training mode."""
-    module.eval()
-    if gradient_checkpointing:
-        module.gradient_checkpointing_enable({"use_reentrant": False})
-        # transformers recomputes activations in training mode. Submodules stay in evaluation mode.
-        for part in module.modules():
-            part.training = getattr(part, "gradient_checkpointing", False)
 
 
 @torch.no_grad()

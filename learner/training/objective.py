@@ -141,7 +141,11 @@ class Objective:
             # Uncounted tokens must not affect their sequence's ratio.
             counted = inputs if is_counted.all() else inputs.take(is_counted)
             losses = self._policy_loss(counted)
-            self._check_shape(losses, counted)
+            if not isinstance(losses, Tensor) or losses.shape != counted.log_ratio.shape:
+                raise BatchError(
+                    f"algorithm.policy_loss={self._config.policy_loss.kind} must return one loss per token "
+                    f"({len(counted.log_ratio)}), got {losses!r:.200}."
+                )
             policy_losses = torch.zeros_like(inputs.log_ratio).masked_scatter(is_counted, losses)
             # On a leaf, to keep the graph for the backward pass.
             leaf = counted.log_ratio.detach().requires_grad_()
@@ -157,16 +161,16 @@ class Objective:
         metrics.add(TokenStats(tokens, inputs, correction, is_idle, measured["entropies"], divergence), loss=loss)
         return loss
 
-    def _check_shape(self, losses: object, inputs: LossInputs) -> None:
-        if not isinstance(losses, Tensor) or losses.shape != inputs.log_ratio.shape:
-            raise BatchError(
-                f"algorithm.policy_loss={self._config.policy_loss.kind} must return one loss per token "
-                f"({len(inputs.log_ratio)}), got {losses!r:.200}."
-            )
-
     def _loss_inputs(self, tokens: Tokens, learner: Tensor, *, num_sequences: int) -> tuple[LossInputs, Correction]:
         anchor = self._proximal_logprobs(tokens, learner.detach())
-        correction = self._correction(tokens, anchor, learner.detach(), num_sequences=num_sequences)
+        if tokens.correction_weights is not None:
+            # Correction of the whole batch.
+            correction = Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))
+        else:
+            # Rejection compares learner and generator: the drift of an interpolated proximal policy is smaller.
+            measure = partial(loss_inputs.ratio_inputs, tokens, num_sequences=num_sequences)
+            drift, distance = map(measure, (anchor, learner.detach()))
+            correction = correct(drift, learner=distance, config=self._config.correction)
         inputs = LossInputs(
             log_ratio=importance.token_log_ratio(learner, anchor),
             advantages=known(tokens.advantages),
@@ -197,17 +201,6 @@ class Objective:
             # With one update per step, these are its starting values: ratio 1.
             return learner_logprobs
         return tokens.start_logprobs
-
-    def _correction(self, tokens: Tokens, anchor: Tensor, learner: Tensor, *, num_sequences: int) -> Correction:
-        """Correction of the whole batch if known, else from current values.
-
-        Rejection compares learner and generator: the drift of an interpolated proximal policy is smaller.
-        """
-        if tokens.correction_weights is not None:
-            return Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))
-        measure = partial(loss_inputs.ratio_inputs, tokens, num_sequences=num_sequences)
-        drift, distance = map(measure, (anchor, learner))
-        return correct(drift, learner=distance, config=self._config.correction)
 
     def _reference_kl(self, tokens: Tokens, measured: dict[str, Tensor]) -> Tensor:
         if "exact_kl" in measured:

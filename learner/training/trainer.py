@@ -174,11 +174,12 @@ class Trainer:
             # The KL coefficient adapts only with the policy.
             reference_kl = metrics["learner/reference_kl"]
             self.objective.end_step(reference_kl=reference_kl, num_trajectories=batch.num_trajectories)
+        with_loss = [microbatches for index, microbatches in enumerate(updates) if self._has_loss(batch, index)]
         return {
             **metrics,
             **self.gradients.report(self._ranks),
             **fitted,
-            **self._train_second(batch, updates, step=step),
+            **(self.second_model.learn(batch, with_loss, step=step) if self.second_model else {}),
             "learner/updates": float(len(moved)),
             "learner/grad_norm": sum(moved) / max(1, len(moved)),
             "learner/learning_rate": scale * self._learning_rate(max(0, self.num_updates - 1)),
@@ -263,10 +264,6 @@ class Trainer:
             self.gradients.end_update()
         self.num_updates += 1
         return norm
-
-    def _train_second(self, batch: Batch, updates: list[list[Microbatch]], *, step: int) -> dict[str, float]:
-        own = [microbatches for index, microbatches in enumerate(updates) if self._has_loss(batch, index)]
-        return self.second_model.learn(batch, own, step=step) if self.second_model else {}
 
     def _has_loss(self, batch: Batch, index: int) -> bool:
         own, is_kept = self._tokens_of(batch, index), batch.tokens.is_kept

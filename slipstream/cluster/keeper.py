@@ -76,20 +76,18 @@ class Keeper:
             ready, _, _ = select.select(inputs, [], [], None if left_s == float("inf") else left_s)
             if self._wakeup in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(self._wakeup, 512)):
                 self._end(because="it was asked to end")
-            if requests in ready and not self._obey(os.read(requests, 16)):
-                inputs = [self._wakeup]
+            if requests in ready:
+                asked = os.read(requests, 16)
+                if not asked:
+                    self._end(because="its starter is gone")
+                    inputs = [self._wakeup]
+                elif b"k" in asked:
+                    self._kill()
+                else:
+                    self._ask_to_end()
         self._kill()
         self._report(f"ended {code}")
         return code
-
-    def _obey(self, requests: bytes) -> bool:
-        if not requests:
-            self._end(because="its starter is gone")
-        elif b"k" in requests:
-            self._kill()
-        else:
-            self._ask_to_end()
-        return bool(requests)
 
     def _end(self, *, because: str) -> None:
         if self._kill_at == float("inf"):

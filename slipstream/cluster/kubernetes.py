@@ -245,19 +245,16 @@ class _Job:
         values["command"] = shlex.join(["python", "-m", "slipstream", "run", *self._recipe.settings])
         values["is_autoscaled"] = self._run.generators.autoscale is not None
         values |= {"submitter": self._pod("submitter", submitter, restart="Never"), "head": self._pod("core", head)}
-        return _fill("rayjob", workers=self._workers(), **values)
-
-    def _workers(self) -> list[Manifest]:
         generator, count, scale = self._cluster.generator, self._run.generators.count, self._run.generators.autoscale
         secrets, ports = self._options.generator_secrets, {"weights": self._ports[0]}
         own = _size_of(generator, gpus=self._run.generator_gpus)
         pod = self._pod("generators", self._container("ray-worker", size=own, secrets=secrets, ports=ports))
-        size = {"count": count, "least": scale.min if scale else count, "most": scale.max if scale else count}
-        engines = _fill("workers", name="generators", pod=pod, labels=dict(generator.labels), **size)
-        if not (further := self._cluster.learner.machines - 1):
-            return [engines]
-        ranks = self._pod("ranks", self._container("ray-worker", size=self._core, secrets=self._options.secrets))
-        return [_fill("workers", name="ranks", pod=ranks, **dict.fromkeys(size, further)), engines]
+        sizes = {"count": count, "least": scale.min if scale else count, "most": scale.max if scale else count}
+        workers = [_fill("workers", name="generators", pod=pod, labels=dict(generator.labels), **sizes)]
+        if further := self._cluster.learner.machines - 1:
+            ranks = self._pod("ranks", self._container("ray-worker", size=self._core, secrets=self._options.secrets))
+            workers.insert(0, _fill("workers", name="ranks", pod=ranks, **dict.fromkeys(sizes, further)))
+        return _fill("rayjob", workers=workers, **values)
 
     def _container(
         self,
@@ -294,7 +291,12 @@ class _Job:
         """`labels`: of its node; `more`: values of the template."""
         options = self._options
         claim = {"persistentVolumeClaim": {"claimName": options.claim}} if options.claim else {"emptyDir": {}}
-        tolerations = [_toleration(each) for each in options.tolerations]
+        tolerations: list[Manifest] = []
+        for taint in options.tolerations:
+            name, _, effect = taint.partition(":")
+            key, has_value, value = name.partition("=")
+            matched = {"operator": "Equal", "value": value} if has_value else {"operator": "Exists"}
+            tolerations.append({"key": key} | matched | ({"effect": effect} if effect else {}))
         if _GPU in container["resources"]["limits"]:
             tolerations.append({"key": _GPU, "operator": "Exists", "effect": "NoSchedule"})
         pod = _fill(
@@ -313,10 +315,3 @@ class _Job:
         for patch in self._patches:
             pod = merged(pod, {key: value for key, value in patch.items() if key in ("metadata", "spec")})
         return pod
-
-
-def _toleration(taint: str) -> Manifest:
-    name, _, effect = taint.partition(":")
-    key, has_value, value = name.partition("=")
-    matched = {"operator": "Equal", "value": value} if has_value else {"operator": "Exists"}
-    return {"key": key} | matched | ({"effect": effect} if effect else {})

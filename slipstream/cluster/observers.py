@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from slipstream.cluster.role_process import RoleDiedError, RoleProcess, describe_exit
 from slipstream.configs.base import ConfigError, require
@@ -41,24 +40,21 @@ def check_observers(run: RunConfig) -> None:
 
 def check_loggers(run: RunConfig) -> None:
     """Check that loggers are installed; import user loggers. Raises ConfigError."""
-    for name in run.logging.arguments:
+    for name, options in run.logging.arguments.items():
         if ":" in name:
-            _check_own(name, run.logging.arguments[name])
+            found = find_function(name, setting="logging.backends")
+            must = "name classes with a method log(step, metrics)"
+            require(callable(getattr(found, "log", None)), "logging.backends", must, got=repr(name), why="it has none")
+            try:
+                inspect.signature(found).bind(None, **options)
+            except TypeError as error:
+                must = f"the arguments in logging.backends must fit {name!r}, got {options}"
+                raise ConfigError(f"{must}: {error}.") from None
             continue
         must, why = f"name {', '.join(LOGGERS)} or a class as module:Class", "there is no other logger"
         require(name in LOGGERS, "logging.backends", must, got=repr(name), why=why)
         must, why = "be installed", f"`pip install {name}`, or `pip install 'slipstream[loggers]'` for all of them"
         require(find_spec(name) is not None, "logging.backends", must, got=f"{name!r}, whose package is not", why=why)
-
-
-def _check_own(name: str, options: dict[str, Any]) -> None:
-    found = find_function(name, setting="logging.backends")
-    must = "name classes with a method log(step, metrics)"
-    require(callable(getattr(found, "log", None)), "logging.backends", must, got=repr(name), why="it has none")
-    try:
-        inspect.signature(found).bind(None, **options)
-    except TypeError as error:
-        raise ConfigError(f"the arguments in logging.backends must fit {name!r}, got {options}: {error}.") from None
 
 
 def role_of(logger: str) -> str:

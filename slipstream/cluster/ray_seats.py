@@ -164,19 +164,16 @@ class RayCluster:
 
     def offers(self) -> str:
         free = ray._private.state.available_resources_per_node()
-        machines = [_describe_machine(node, free.get(node["NodeID"], {})) for node in ray.nodes() if node["Alive"]]
-        shown = machines[:_MACHINES_SHOWN]
+        machines = [node for node in ray.nodes() if node["Alive"]]
+        shown = []
+        for node in machines[:_MACHINES_SHOWN]:
+            total, left = node["Resources"], free.get(node["NodeID"], {})
+            amounts = ", ".join(f"{left.get(each, 0):g} of {total.get(each, 0):g} {each}" for each in ("CPU", "GPU"))
+            labels = {key: value for key, value in node.get("Labels", {}).items() if not key.startswith("ray.io/")}
+            labeled = "".join(f", label {key}={value}" for key, value in labels.items())
+            shown.append(f"{node['NodeManagerAddress']} with {amounts} free{labeled}")
         more = [f"and {len(machines) - len(shown)} more"] if len(machines) > len(shown) else []
         return "; ".join(shown + more) or "no machine"
-
-
-def _describe_machine(node: dict[str, Any], free: dict[str, float]) -> str:
-    total = node["Resources"]
-    amounts = ", ".join(f"{free.get(each, 0):g} of {total.get(each, 0):g} {each}" for each in ("CPU", "GPU"))
-    labels = (
-        f", label {key}={value}" for key, value in node.get("Labels", {}).items() if not key.startswith("ray.io/")
-    )
-    return f"{node['NodeManagerAddress']} with {amounts} free{''.join(labels)}"
 
 
 class RayPlaces:
@@ -274,16 +271,12 @@ def _check_access(address: str) -> None:
     # With any other address, Ray listens on all interfaces.
     if address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost"):
         return
-    is_safe = os.environ.get("RAY_AUTH_MODE", "").lower() == "token" and not _answers_strangers(address)
+    if is_safe := os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
+        command = [sys.executable, "-c", _PROBE, address]
+        stranger = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
+        stranger["RAY_AUTH_MODE"] = "disabled"
+        with suppress(subprocess.TimeoutExpired):
+            probe = subprocess.run(command, env=stranger, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=False)
+            is_safe = probe.returncode != 0
     why = "start every machine of the cluster, and this run, with RAY_AUTH_MODE=token"
     require(is_safe, f"Ray's head at {address}", "require a token", got="answers without one", why=why)
-
-
-def _answers_strangers(address: str) -> bool:
-    command = [sys.executable, "-c", _PROBE, address]
-    stranger = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
-    stranger["RAY_AUTH_MODE"] = "disabled"
-    with suppress(subprocess.TimeoutExpired):
-        probe = subprocess.run(command, env=stranger, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=False)
-        return probe.returncode == 0
-    return False

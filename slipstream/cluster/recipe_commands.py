@@ -21,8 +21,7 @@ from slipstream.cluster.kubernetes import (
     secret,
     secret_name,
 )
-from slipstream.cluster.recipe import Recipe, read_recipe
-from slipstream.cluster.slurm import sbatch_script
+from slipstream.cluster.recipe import Recipe, read_recipe, sbatch_script
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.runtime.command_line import NO_ANSWER, WITH_OVERRIDES, Overrides, Texts, exit_with_error, make_app

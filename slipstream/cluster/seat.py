@@ -106,7 +106,22 @@ class LocalSeat:
     def start(self, arguments: Sequence[str], *, variables: Mapping[str, str]) -> None:
         self._close()
         self.pid = self._code = self._kill_at = None
-        self._start_keeper([sys.executable, "-m", *arguments], {**self._environment, **variables})
+        self._status, status = os.pipe()
+        keeping = [sys.executable, "-I", "-S", keeper.__file__, str(status), f"{GRACE_S:g}", self._attachment]
+        with ExitStack() as opened, ExitStack() as failed:
+            opened.callback(os.close, status)
+            failed.callback(os.close, self._status)
+            output = opened.enter_context(self._log.open("ab")) if self._log else None
+            self._keeper = subprocess.Popen(
+                [*keeping, sys.executable, "-m", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT if output else self._errors,
+                pass_fds=[status],
+                start_new_session=True,
+                env={**self._environment, **variables},
+            )
+            failed.pop_all()
         self._read(timeout_s=_START_TIMEOUT_S)
         if self.pid is None:
             self._close()
@@ -117,7 +132,16 @@ class LocalSeat:
             if self._kill_at is None:
                 self._read(timeout_s=0)
             else:
-                self._poll_orphan(self._kill_at)
+                # The keeper was killed, and the kernel sent SIGTERM.
+                assert self.pid is not None
+                is_due = time.monotonic() >= self._kill_at
+                try:
+                    os.killpg(self.pid, signal.SIGKILL if is_due else 0)
+                except ProcessLookupError:
+                    is_due = True
+                if is_due:
+                    self._code = -signal.SIGKILL
+                    self._close()
         return self._code
 
     def terminate(self) -> None:
@@ -132,24 +156,6 @@ class LocalSeat:
             # Bounded, because a process may hang in the kernel.
             self._await_end(ends_at=time.monotonic() + _KILL_TIMEOUT_S)
         self._close()
-
-    def _start_keeper(self, command: list[str], environment: Mapping[str, str]) -> None:
-        self._status, status = os.pipe()
-        keeping = [sys.executable, "-I", "-S", keeper.__file__, str(status), f"{GRACE_S:g}", self._attachment]
-        with ExitStack() as opened, ExitStack() as failed:
-            opened.callback(os.close, status)
-            failed.callback(os.close, self._status)
-            output = opened.enter_context(self._log.open("ab")) if self._log else None
-            self._keeper = subprocess.Popen(
-                [*keeping, *command],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT if output else self._errors,
-                pass_fds=[status],
-                start_new_session=True,
-                env=environment,
-            )
-            failed.pop_all()
 
     def _await_end(self, *, ends_at: float) -> None:
         while self._keeper is not None and self.poll() is None and (left_s := ends_at - time.monotonic()) > 0:
@@ -175,18 +181,6 @@ class LocalSeat:
             else:
                 self._code = int(number)
                 self._close()
-
-    def _poll_orphan(self, kill_at: float) -> None:
-        """Poll a role after its keeper was killed and the kernel sent SIGTERM."""
-        assert self.pid is not None
-        is_due = time.monotonic() >= kill_at
-        try:
-            os.killpg(self.pid, signal.SIGKILL if is_due else 0)
-        except ProcessLookupError:
-            is_due = True
-        if is_due:
-            self._code = -signal.SIGKILL
-            self._close()
 
     def _close(self) -> None:
         if self._keeper is None:

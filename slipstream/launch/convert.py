@@ -43,7 +43,10 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
     require(dtype is None or dtype in COMPUTE_DTYPES, "--dtype", must, got=dtype, why="models are written in these")
     fits = re.fullmatch(r"[0-9]+(\.[0-9]+)?[KMGT]B", max_shard_size) is not None
     require(fits, "--max-shard-size", "be a number and a unit, 5GB or 500MB", got=max_shard_size, why="it limits files")
-    source = _model_of(source)
+    if (source / "config.yaml").is_file():
+        # A run: its final model, or its newest checkpoint.
+        others = (source / "final_model", *sorted(source.glob("checkpoints/step-*"), reverse=True))
+        source = next((folder for folder in others if folder.is_dir()), source)
     kind, weights, settings, found = _read(source, base)
     chosen = COMPUTE_DTYPES[dtype] if dtype else found
     module = _build(settings, weights, dtype=chosen, source=source)
@@ -76,14 +79,6 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
     return f"{kind} -> {target}: {len(tensors)} tensors, {size / 2**20:.1f} MiB, {str(chosen).removeprefix('torch.')}"
 
 
-def _model_of(source: Path) -> Path:
-    """The run's final model, or its newest checkpoint; any other folder unchanged."""
-    if not (source / "config.yaml").is_file():
-        return source
-    others = (source / "final_model", *sorted(source.glob("checkpoints/step-*"), reverse=True))
-    return next((folder for folder in others if folder.is_dir()), source)
-
-
 def _read(source: Path, base: Path | None) -> tuple[str, dict[str, Tensor], Path, torch.dtype]:
     """(kind, weights, folder with config and tokenizer, commonest dtype)."""
     if (source / "adapter_config.json").is_file():
@@ -92,11 +87,12 @@ def _read(source: Path, base: Path | None) -> tuple[str, dict[str, Tensor], Path
         return "adapter", _merged(source, root, weights), root, _common_dtype(weights)
     if (source / CHECKSUMS).is_file() and (damage := find_damage(source)):
         raise ConfigError(f"{damage}: restore the file from a copy.")
+    newest = Path((source / "latest").read_text("utf-8").strip()).name if (source / "latest").is_file() else ""
     if folder := _with_file(source, "model*.safetensors*", "", "model"):
         kind, weights, root = "model", _load_folder(folder), base or folder
     elif folder := _with_file(source, "model_world_size_*_rank_*.pt", "", "actor"):
         kind, weights, root = "FSDP shards", _gather_fsdp(folder), _base(base, folder / "huggingface")
-    elif folder := _with_file(source, "*_optim_states.pt", "", _latest(source)):
+    elif folder := _with_file(source, "*_optim_states.pt", "", newest):
         kind, weights, root = "ZeRO checkpoint", _gather_zero(folder), _base(base, folder, folder.parent)
     else:
         must = "be a folder with a checkpoint of a run, a model or adapter, verl's FSDP shards or a ZeRO checkpoint"
@@ -177,11 +173,6 @@ def _join(name: str, shards: list[Any]) -> Tensor:
     whole = torch.cat(parts, dim=last.dim) if last.is_shard() else parts[0]
     require(whole.shape == first.shape, name, f"have the shape {list(first.shape)}", got=list(whole.shape), why=why)
     return whole
-
-
-def _latest(source: Path) -> str:
-    file = source / "latest"
-    return Path(file.read_text("utf-8").strip()).name if file.is_file() else ""
 
 
 def _gather_zero(folder: Path) -> dict[str, Tensor]:

@@ -17,14 +17,13 @@ from slipstream.buffer.records import EvaluationAnswer, make_answer
 from slipstream.buffer.store_rules import asked_answers, evaluation_group_id, make_lease
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.base import ConfigError, Record, require
-from slipstream.configs.data import EvalSet
 from slipstream.configs.load import NO_MODEL_PATH, load_with_models
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import load_tokenizer
 from slipstream.launch.generate import AnswerFolder, Job, answer
-from slipstream.launch.scoring import reward_input
+from slipstream.launch.preflight import reward_input
 from slipstream.learner.evaluation import Estimate, Score, by_source, differences, metric_sums, score
 from slipstream.runtime.command_line import add_row, make_console, make_table
 from slipstream.runtime.model_files import check_model_path
@@ -101,7 +100,14 @@ def _evaluation(*where: Any, answers: list[EvaluationAnswer], base: list[Evaluat
 def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
     check_model_path(run.model.path)
     heldout = open_heldout(run)
-    jobs = {each.name: _jobs(each, heldout[each.name], is_whole, run=run) for each in run.data.eval_sets}
+    jobs: dict[str, list[Job]] = {}
+    for each in run.data.eval_sets:
+        dataset, name = heldout[each.name], each.name
+        rows = range(len(dataset)) if is_whole else run.evaluation.rows(len(dataset))[1]
+        lease_of = partial(make_lease, attempt=0, purpose=name, indices=[0], num_rows=len(dataset), seed=0)
+        # One group per answer, as in a run.
+        groups = (evaluation_group_id(name, number) for number in asked_answers(list(rows), samples=each.samples))
+        jobs[name] = [Job(make_prompt(lease, dataset.row(lease.row)), 0, 1) for lease in map(lease_of, groups)]
     answers: Answers = {name: [] for name in jobs}
     tokenizer = load_tokenizer(run.model)
 
@@ -123,15 +129,6 @@ def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
         missing = [job for each in jobs.values() for job in each if not folder or folder.lacks(job)]
         answer(run, missing, on_answer=keep, title=run.model.path)
     return answers
-
-
-def _jobs(heldout: EvalSet, dataset: Dataset, is_whole: bool, *, run: RunConfig) -> list[Job]:
-    """One group per answer, as in a run."""
-    rows = range(len(dataset)) if is_whole else run.evaluation.rows(len(dataset))[1]
-    lease_of = partial(make_lease, attempt=0, purpose=heldout.name, indices=[0], num_rows=len(dataset), seed=0)
-    asked = asked_answers(list(rows), samples=heldout.samples)
-    leases = (lease_of(evaluation_group_id(heldout.name, each)) for each in asked)
-    return [Job(make_prompt(lease, dataset.row(lease.row)), 0, 1) for lease in leases]
 
 
 # --- existing responses ----------------------------------------------------------------------------------------------

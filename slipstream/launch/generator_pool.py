@@ -147,7 +147,13 @@ class GeneratorPool:
     def poll(self) -> list[Event]:
         """Restart, reap, and start processes. Raises RoleDiedError if the last generator cannot run."""
         events = [event for name in list(self._active) for event in self._poll_active(name)]
-        events += [event for name in list(self._leaving) for event in self._reap(name)]
+        for name, (role, ends_at) in list(self._leaving.items()):
+            if (is_late := role.is_running) and time.monotonic() < ends_at:
+                continue
+            role.stop(ends_at=0.0)
+            del self._leaving[name]
+            fate = f"was killed: it did not leave within {_LEAVE_TIMEOUT_S:g} s" if is_late else "left"
+            events.append(Event(name, f"{name} {fate}"))
         return events + self._start_missing()
 
     def _poll_active(self, name: str) -> list[Event]:
@@ -168,15 +174,6 @@ class GeneratorPool:
     def _remove(self, name: str) -> None:
         self._active.pop(name).stop(ends_at=0.0)
         self.target -= 1
-
-    def _reap(self, name: str) -> list[Event]:
-        role, ends_at = self._leaving[name]
-        if (is_late := role.is_running) and time.monotonic() < ends_at:
-            return []
-        role.stop(ends_at=0.0)
-        del self._leaving[name]
-        fate = f"was killed: it did not leave within {_LEAVE_TIMEOUT_S:g} s" if is_late else "left"
-        return [Event(name, f"{name} {fate}")]
 
     def _start_missing(self) -> list[Event]:
         # A leaving generator keeps its name, because it still holds the GPUs of that name.

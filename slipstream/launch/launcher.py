@@ -257,7 +257,11 @@ class Launcher:
         for role in reversed(self._roles[len(self._brokers) :]):
             role.terminate()
         while self._opened_store and self._learner.is_running and time.monotonic() < ends_at:
-            if self._has_stepped(self._opened_store):
+            has_stepped = False
+            # The last poll may be older than the first step.
+            with suppress(ReplayBufferError):
+                has_stepped = bool(self._step or self._opened_store.run_state().step)
+            if has_stepped:
                 self._save_progress()
                 ends_at = time.monotonic() + _STOP_TIMEOUT_S
                 break
@@ -268,12 +272,6 @@ class Launcher:
             # It archives the last groups, however long the others took.
             least_s = _ARCHIVE_TIMEOUT_S + (UPLOAD_TIMEOUT_S if self._run.storage.uri else 0.0) if is_broker else 0.0
             role.stop(ends_at=max(ends_at, time.monotonic() + least_s))
-
-    def _has_stepped(self, store: RedisStore) -> bool:
-        # The last poll may be older than the first step.
-        with suppress(ReplayBufferError):
-            return bool(self._step or store.run_state().step)
-        return False
 
     def _save_progress(self) -> None:
         self._view.print_line("stopping: the learner ends its step and saves a checkpoint; Ctrl-C again kills it")

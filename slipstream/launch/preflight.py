@@ -5,8 +5,9 @@ import filecmp
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import json
@@ -36,8 +37,8 @@ from slipstream.configs.generators import RewardConfig, SearchAgentConfig, Singl
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.composition import REACHING_OUT, RewardFunctions
 from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.rewards.reward import RewardInput
 from slipstream.launch.generator_pool import check_placement
-from slipstream.launch.scoring import reward_input, score_group
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.credentials import find_token
 from slipstream.runtime.model_files import check_model_files, check_model_path, find_file
@@ -108,7 +109,12 @@ def make_inputs(run: RunConfig) -> None:
     if prepare(run):
         _check_rewards(run)
     train, heldout = read_data(run)
-    _check_unseen(run)
+    files = [(file.path, each.path) for file in run.data.train_files for each in run.data.eval_sets]
+    for trained, measured in files if run.mode != "evaluate" else []:
+        same = "the same file" if trained == measured else f"a copy of {trained}"
+        is_fit, got = not filecmp.cmp(trained, measured, shallow=False), f"{measured}, {same} as data.train"
+        why = "an evaluation would measure memory; split the file, or measure on another one"
+        require(is_fit, "data.eval", "hold prompts that are not trained on", got=got, why=why)
     check_models(run)
     for note in (*describe_shortages(run, heldout), *describe_doubts(run, num_rows=len(train))):
         print(f"note: {note}", flush=True)
@@ -144,16 +150,6 @@ def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
             for source in sorted({row.data_source for row in rows}):
                 run.generators.reward.check_data_source(source, found_in=rows.paths)
     return train, heldout
-
-
-def _check_unseen(run: RunConfig) -> None:
-    """Raise ConfigError if training and held-out files are equal, unless nothing is trained."""
-    files = [(file.path, each.path) for file in run.data.train_files for each in run.data.eval_sets]
-    for trained, heldout in files if run.mode != "evaluate" else []:
-        same = "the same file" if trained == heldout else f"a copy of {trained}"
-        is_fit, got = not filecmp.cmp(trained, heldout, shallow=False), f"{heldout}, {same} as data.train"
-        why = "an evaluation would measure memory; split the file, or measure on another one"
-        require(is_fit, "data.eval", "hold prompts that are not trained on", got=got, why=why)
 
 
 _LEARNING_RATES = (1e-8, 1e-2)
@@ -213,19 +209,16 @@ def try_rewards(run: RunConfig, dataset: Dataset) -> None:
     tokenizer = Tokenizer.from_file(str(file)) if file else None
     for row in by_source.values():
         truth = row.ground_truth if isinstance(row.ground_truth, str) else json.encode(row.ground_truth).decode()
-        answers = {text: _token_ids(tokenizer, text) for text in (_MADE_UP, truth)}
+        answers = {text: [0] for text in (_MADE_UP, truth)}
+        for text in answers:
+            # Bare, for characters that the tokenizer lacks.
+            with suppress(Exception):
+                answers[text] = list(tokenizer.encode(text).ids) if tokenizer else [0]
         for answer, reward in asyncio.run(_score(config, row, answers)).items():
             if reward.status != "ok":
                 must = f"generators.reward ({config.summary}) must score every answer, but {reward.detail}"
                 call = f"the call was for row {row.uid} of {dataset.paths} and the answer {answer!r:.60}"
                 raise ConfigError(f"{must}; {call}.")
-
-
-def _token_ids(tokenizer: Tokenizer | None, text: str) -> list[int]:
-    try:
-        return list(tokenizer.encode(text).ids) if tokenizer else [0]
-    except Exception:  # bare, for characters that the tokenizer lacks
-        return [0]
 
 
 async def _score(config: RewardConfig, row: Row, answers: dict[str, list[int]]) -> dict[str, Reward]:
@@ -283,3 +276,16 @@ def _run_steps(steps: list[PrepareStep]) -> None:
 if __name__ == "__main__":
     with fail_cleanly():
         _run_steps(json.decode(sys.argv[1], type=list[PrepareStep]))
+
+
+def reward_input(row: Row, response: str, token_ids: list[int], **others: Any) -> RewardInput:
+    """Build the input for a response to a row; `others` extend or replace the row's fields."""
+    fields = {"ground_truth": row.ground_truth, "data_source": row.data_source, "extra_info": row.extra_info} | others
+    return RewardInput(row.prompt, response, response_token_ids=token_ids, **fields)
+
+
+async def score_group(pool: RewardPool, group: list[RewardInput]) -> list[Reward]:
+    """Score answers to one row, together if the row's function compares them."""
+    if group and pool.compares(group[0].data_source):
+        return await pool.score_group(group)
+    return await asyncio.gather(*map(pool.score, group))

@@ -34,7 +34,7 @@ from slipstream.generators.errors import GeneratorError
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
-from slipstream.launch.scoring import reward_input, score_group
+from slipstream.launch.preflight import reward_input, score_group
 from slipstream.launch.serial import run_serial
 from slipstream.learner.build import build_rank_group, choose_device
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment

@@ -27,7 +27,7 @@ from slipstream.launch.preflight import (
     missing_steps,
     prepare,
 )
-from slipstream.observe.results import draw_results
+from slipstream.observe.terminal import draw_results
 from slipstream.runtime.command_line import make_console
 from slipstream.runtime.row_files import require_demonstrations
 from slipstream.runtime.run_folder import OVERRIDES, RunFolder, is_held

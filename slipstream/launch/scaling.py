@@ -12,7 +12,7 @@ from typing import Any
 
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import EVENTS_KEPT
-from slipstream.buffer.role_reports import LAUNCHER, RoleStatus, role_statuses
+from slipstream.buffer.role_reports import LAUNCHER, role_statuses
 from slipstream.buffer.store import GENERATORS, Store
 from slipstream.configs.base import ConfigError, Record, require
 from slipstream.configs.generators import AutoscaleConfig
@@ -84,7 +84,11 @@ class Autoscaler:
         return change
 
     def _choose(self, seconds: float, *, num_ready: int, target: int) -> Change | None:
-        waited, config = self._learner_wait_fraction(), self._config
+        config = self._config
+        waited = wait_fraction(self._rows) if len(self._rows) >= _MIN_STEPS else None
+        if not self._rows:
+            # Before the first step: share of the observations in which it waited.
+            waited = sum(self._starving) / len(self._starving)
         if target < config.min:
             # Generators were drained or abandoned.
             return Change(config.min, f"generators.autoscale.min is {config.min}")
@@ -102,12 +106,6 @@ class Autoscaler:
             return None
         capacity = f"{busy:.0%} of their capacity in the last {seconds:.0f} s"
         return Change(target - 1, f"the generators used {capacity}, below {_FEWER_BELOW:.0%}")
-
-    def _learner_wait_fraction(self) -> float | None:
-        """Fraction of the window, or of observations before the first step; None after too few steps."""
-        if not self._rows:
-            return sum(self._starving) / len(self._starving)
-        return wait_fraction(self._rows) if len(self._rows) >= _MIN_STEPS else None
 
 
 class AbsenceTracker:
@@ -221,7 +219,10 @@ class Scaling:
             return []
         roles = role_statuses(snapshot.roles, run=self._run, now=store.now(), announced_version=state.announced_version)
         workers = [r for r in roles if r.role == "generator" and r.is_alive and r.state in _WORKING_STATES]
-        events = self._update_absences(roles, working={role.name for role in workers})
+        states = {role.name: role.state if role.is_alive else role.liveness for role in roles}
+        absent = self._absences.update(self._pool.active_names, working={role.name for role in workers})
+        since = f"has not worked for {_ABSENT_AFTER_S:g} s: the autoscaler ignores it until it works"
+        events = [Event(name, f"{name} is {states.get(name, 'absent')} and {since}") for name in absent]
         learner = next((role for role in roles if role.role == "learner" and role.is_alive), None)
         is_starving = learner is not None and learner.waits_for == "groups"
         is_training = learner is not None and (state.step > 0 or is_starving)
@@ -233,22 +234,15 @@ class Scaling:
         change = self._autoscaler.observe(
             snapshot.new_rows, busy=busy, is_starving=is_starving, num_ready=ready, target=self._pool.target
         )
-        return events + (self._apply(change) if change else [])
-
-    def _update_absences(self, roles: Sequence[RoleStatus], *, working: set[str]) -> list[Event]:
-        states = {role.name: role.state if role.is_alive else role.liveness for role in roles}
-        absent = self._absences.update(self._pool.active_names, working=working)
-        since = f"has not worked for {_ABSENT_AFTER_S:g} s: the autoscaler ignores it until it works"
-        return [Event(name, f"{name} is {states.get(name, 'absent')} and {since}") for name in absent]
-
-    def _apply(self, change: Change) -> list[Event]:
+        if change is None:
+            return events
         try:
-            return self._set_target(change.target, reason=change.reason)
+            return events + self._set_target(change.target, reason=change.reason)
         except ConfigError as error:
             previous, self._refused = self._refused, (change.target, str(error))
             # Once: repeats would push other events out of the store.
             stays = f"the number of generators stays at {self._pool.target}, although {change.reason}: {error}"
-            return [] if previous == self._refused else [Event(LAUNCHER, stays)]
+            return events if previous == self._refused else [*events, Event(LAUNCHER, stays)]
 
     def _set_target(self, target: int, *, reason: str) -> list[Event]:
         previous = self._pool.target

@@ -123,16 +123,14 @@ def _correction(config: Translation) -> None:
     if rejections:
         names, limits = str(rejections).split(","), str(bounds).split(",")
         limits = limits * len(names) if len(limits) == 1 else limits
-        rejects = [_rejection(name, bound) for name, bound in zip(names, limits, strict=False)]
+        rejects = []
+        # Such as `seq_mean_k3` with `0.01`, or `token_k1` with `0.5_2.0`.
+        for name, bound in zip(names, limits, strict=False):
+            level, *rest = name.strip().split("_")
+            low, _, high = bound.strip().rpartition("_")
+            kept = ({"low": float(low)} if low else {}) | {"high": float(high)}
+            rejects.append({"statistic": rest[-1], "over": "token" if level == "token" else rest[0]} | kept)
         config.put("algorithm.correction.reject", rejects)
-
-
-def _rejection(name: str, bound: str) -> dict[str, Any]:
-    """Translate `seq_mean_k3` with `0.01`, or `token_k1` with `0.5_2.0`."""
-    level, *rest = name.strip().split("_")
-    over = "token" if level == "token" else rest[0]
-    low, _, high = bound.strip().rpartition("_")
-    return {"statistic": rest[-1], "over": over} | ({"low": float(low)} if low else {}) | {"high": float(high)}
 
 
 def _distillation(config: Translation) -> None:

@@ -1,34 +1,39 @@
 """`slipstream explain`: answers a question about a run from its records."""
 
+import math
 import os
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, compress
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.records import StepEntry
+from slipstream.buffer.role_reports import LAUNCHER, LEARNER
 from slipstream.buffer.trajectory import Trajectory
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, Record
 from slipstream.observe.catalog.token_decoder import TOKENIZER, extremes, find_decoder
 from slipstream.observe.finding import Answer, Finding, shown
 from slipstream.observe.metrics_rows import Health, HealthWarning
 from slipstream.observe.reader import RunReader
 from slipstream.observe.reward_fall import explain_reward
 from slipstream.observe.slowness import explain_slowness
-from slipstream.observe.startup import explain_start, read_stages
 from slipstream.runtime.command_line import add_row, make_console, make_table, printable
 from slipstream.runtime.healthy_ranges import RANGES
 from slipstream.runtime.model_files import find_file
-from slipstream.runtime.run_folder import find_run
+from slipstream.runtime.run_folder import STAGES, find_run
 
 _GONE = "its tokens are stored no more"
 _NAMED = 8
+_LONGEST = 3
 
 
 def missing_store(reader: RunReader) -> str:
@@ -202,15 +207,13 @@ def _health(reader: RunReader) -> Answer:
     count = sum(map(len, by_advice.values()))
     said = f"{count} of {len(RANGES)} watched metrics" if count else "no watched metric"
     headline = f"After step {rows[-1]['step']}, outside of its healthy range: {said}."
-    return Answer(headline, findings, facts=_sample(reader, rows[-1]["step"]) if findings else [])
-
-
-def _sample(reader: RunReader, step: int) -> list[str]:
-    """Stored answers of a step with the highest and lowest reward."""
-    entry, model = reader.find_step(step), reader.config.model.path
-    decoder = find_decoder(find_file(model, TOKENIZER), candidates=[reader.folder / "final_model"])
-    members = reader.members(entry).values() if entry and decoder else ()
-    return [f"answer of step {step}: {decoder.describe(each)}" for each in extremes(members)] if decoder else []
+    facts, step = [], rows[-1]["step"]
+    if findings:
+        entry, tokenizer = reader.find_step(step), find_file(reader.config.model.path, TOKENIZER)
+        if entry and (decoder := find_decoder(tokenizer, candidates=[reader.folder / "final_model"])):
+            extreme = extremes(reader.members(entry).values())
+            facts = [f"answer of step {step}: {decoder.describe(each)}" for each in extreme]
+    return Answer(headline, findings, facts)
 
 
 def _figures(warning: HealthWarning) -> str:
@@ -218,3 +221,53 @@ def _figures(warning: HealthWarning) -> str:
 
 
 _ANSWERS = {"slow": _slow, "reward": _reward, "health": _health}
+
+
+class Stage(Record):
+    """A moment of a role's start or end. Example: Stage(1763718000.25, "generator-0", 4711, "engine built")."""
+
+    at: float
+    """Seconds since 1970, on the clock of the role's machine."""
+    role: str
+    pid: int
+    stage: str
+    """End of a stage, such as `libraries loaded`, or a beginning, such as `training`."""
+
+
+def read_stages(folder: Path) -> list[Stage]:
+    """Stages of the newest launch in a run folder, oldest first, without damaged lines."""
+    stages, path = [], folder / STAGES
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with suppress(msgspec.DecodeError):
+            stages.append(msgspec.json.decode(line, type=Stage))
+    # Without a launcher, the roles are started by hand, in any order.
+    launched_at = max((s.at for s in stages if (s.role, s.stage) == (LAUNCHER, "process started")), default=0.0)
+    return sorted((each for each in stages if each.at >= launched_at), key=lambda each: each.at)
+
+
+def explain_start(stages: Sequence[Stage]) -> Answer:
+    """Return a run's timeline. Raises ConfigError without stages."""
+    if not stages:
+        raise ConfigError(f"the run folder must have {STAGES}, which roles on its machine write, but has none.")
+    first, last = stages[0].at, stages[-1].at
+    times = {each.stage: each.at for each in stages if each.role == LEARNER}
+    began, ended = times.get("training", math.inf), times.get("trained", math.inf)
+    headline = f"{last - first:.1f} s after the start, the newest stage is: {stages[-1].stage}."
+    if ended < math.inf:
+        headline = (
+            f"Training began {began - first:.1f} s after the start and took {ended - began:.1f} s; {last - ended:.1f} "
+            f"s followed: {last - ended + began - first:.1f} s outside of training."
+        )
+    facts, outside = ["   at, s   took, s  role          stage"], []
+    before: dict[tuple[str, int], float] = {}
+    for each in stages:
+        since = before.get((each.role, each.pid), each.at)
+        before[each.role, each.pid] = each.at
+        facts.append(f"{each.at - first:8.2f}  {each.at - since:8.2f}  {each.role:<12}  {each.stage}")
+        # The stages that span training wait for it.
+        if since < each.at and (each.at <= began or since >= ended):
+            figures = f"{each.at - since:.1f} s, until {each.at - first:.1f} s"
+            outside.append((since - each.at, Finding(f"{each.role}/{each.stage}", figures)))
+    longest = [finding for _, finding in sorted(outside, key=lambda pair: pair[0])[:_LONGEST]]
+    note = "A stage includes waits for other roles. Generators on other machines are not listed."
+    return Answer(headline, longest, facts, note)

@@ -84,17 +84,17 @@ def draw(rows: Rows, *, title: str) -> Figure:
     figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
     grid = figure.add_gridspec(num_rows, 2 * _COLUMNS)
     for over, columns in (("step", slice(0, _COLUMNS)), ("time_s", slice(_COLUMNS, None))):
-        (_draw_accuracy if has_accuracy else _draw_reward)(figure.add_subplot(grid[0, columns]), rows, over=over)
+        axes = figure.add_subplot(grid[0, columns])
+        if has_accuracy:
+            _draw_sets(axes, rows, prefix=ACCURACY, over=over)
+            axes.set(xlim=(0, None), ylim=(0, 1.02), xlabel=_UNITS[over], title=f"Held-out accuracy by {_BY[over]}")
+            axes.legend(loc="best")
+        else:
+            _draw_reward(axes, rows, over=over)
     for index, panel in enumerate(shown):
         row, column = divmod(index, _COLUMNS)
         panel(figure.add_subplot(grid[1 + row, 2 * column : 2 * column + 2]), rows)
     return figure
-
-
-def _draw_accuracy(axes: Axes, rows: Rows, *, over: str) -> None:
-    _draw_sets(axes, rows, prefix=ACCURACY, over=over)
-    axes.set(xlim=(0, None), ylim=(0, 1.02), xlabel=_UNITS[over], title=f"Held-out accuracy by {_BY[over]}")
-    axes.legend(loc="best")
 
 
 def _draw_sets(axes: Axes, rows: Rows, *, prefix: str, over: str) -> None:

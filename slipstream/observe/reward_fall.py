@@ -99,8 +99,11 @@ def explain_reward(
     signs = list(_signs(rows, changes, figures_of(rows[-1], run)))
     headline = f"The reward fell from {means}, by {shown(change.was - change.now)}{_since(rows, change)}."
     facts = [*mix, *_parts(rows, windows), *_heldout(rows, windows), *_happened(rows, windows, entries, events)]
+    if same := [(key, change) for key, _, change in changes if key in _USUAL and not change.is_large]:
+        texts = (f"{key} ({shown(change.was)} and {shown(change.now)})" for key, change in same)
+        facts.append(f"much the same before and after: {', '.join(texts)}")
     note = _NOTE if signs else "" if mix else "No watched metric changed with it."
-    return Answer(headline, signs, [*facts, *_unchanged(changes)], note)
+    return Answer(headline, signs, facts, note)
 
 
 def largest_fall(values: Sequence[float]) -> Windows:
@@ -126,14 +129,10 @@ def _change(values: Sequence[float], windows: Windows) -> Change:
     floor = 1e-3 * max(abs(was), abs(now)) + 1e-12
     spread = [max(floor, statistics.stdev(window) if len(window) > 1 else abs(was - now)) for window in (early, late)]
     error = math.hypot(spread[0] / math.sqrt(len(early)), spread[1] / math.sqrt(len(late)))
-    begins = _departure(values, windows, level=was, spread=spread[0], is_rise=now > was)
-    return Change(was, now, abs(now - was) / error, begins)
-
-
-def _departure(values: Sequence[float], windows: Windows, *, level: float, spread: float, is_rise: bool) -> int | None:
-    is_beyond = [(value - level) * (1 if is_rise else -1) > _DEVIATIONS * spread for value in values]
+    is_beyond = [(value - was) * (1 if now > was else -1) > _DEVIATIONS * spread[0] for value in values]
     starts = range(windows.before, windows.after + windows.width - _DEPARTED_STEPS + 1)
-    return next((start for start in starts if all(is_beyond[start : start + _DEPARTED_STEPS])), None)
+    begins = next((start for start in starts if all(is_beyond[start : start + _DEPARTED_STEPS])), None)
+    return Change(was, now, abs(now - was) / error, begins)
 
 
 def _steps(rows: Sequence[Row], start: int, width: int) -> tuple[int, int]:
@@ -169,13 +168,6 @@ def _signs(
             text = f"{'rose' if is_rise else 'fell'} from {shown(change.was)} to {shown(change.now)}"
             text += f"{_since(rows, change)}{f'; healthy is {known}' if is_outside else ''}"
             yield Finding(key, text, known.explain(figures))
-
-
-def _unchanged(changes: Sequence[tuple[str, Range, Change]]) -> Iterator[str]:
-    same = [(key, change) for key, _, change in changes if key in _USUAL and not change.is_large]
-    if same:
-        texts = (f"{key} ({shown(change.was)} and {shown(change.now)})" for key, change in same)
-        yield f"much the same before and after: {', '.join(texts)}"
 
 
 class _Source(NamedTuple):

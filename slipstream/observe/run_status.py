@@ -54,7 +54,12 @@ def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: st
         return [Wait(_ALL, _DISK, reason)]
     waiting = (role for role in roles if role.is_alive and role.waits_for in _BLOCKED_ON)
     own = [Wait(role.name, _BLOCKED_ON[role.waits_for], role.reason) for role in waiting]
-    return [*_for_missing_roles(roles), *_for_admission(roles, own, admission_reason), *own]
+    reported = {wait.waiter for wait in own}
+    with_room = [role for role in roles if role.is_alive and role.capacity and (role.running or 0) < role.capacity]
+    # A generator with free slots reports a wait only once it knows why.
+    is_known = not with_room or any(role.name in reported for role in with_room)
+    admission = [Wait(_GENERATORS, _LEARNER, admission_reason)] if admission_reason and not is_known else []
+    return [*_for_missing_roles(roles), *admission, *own]
 
 
 def dead_end_cause(roles: dict[str, dict[str, Any]]) -> str:
@@ -73,14 +78,6 @@ def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
         why = "no generator is alive: start one with `python -m slipstream.generators`"
         waits.append(Wait(_LEARNER, _GENERATORS, why))
     return waits
-
-
-def _for_admission(roles: list[RoleStatus], own: list[Wait], reason: str) -> list[Wait]:
-    # A generator with free slots reports a wait only once it knows why.
-    reported = {wait.waiter for wait in own}
-    with_room = [role for role in roles if role.is_alive and role.capacity and (role.running or 0) < role.capacity]
-    is_known = not with_room or any(role.name in reported for role in with_room)
-    return [] if is_known or not reason else [Wait(_GENERATORS, _LEARNER, reason)]
 
 
 def _describe_absence(name: str, role: RoleStatus | None) -> str:
@@ -203,9 +200,17 @@ class Monitor:
         new = self._store.metrics(after=self._last)
         self._last = new.last
         self._rows = [*self._rows, *new.rows][-METRICS_KEPT:]
+        recent, eta_s = self._rows[-_MONITORED_STEPS:], None
+        # A rollback repeats steps: measure since the last one.
+        starts = [i for i in range(1, len(recent)) if recent[i]["step"] <= recent[i - 1]["step"]]
+        recent = recent[starts[-1] if starts else 0 :]
+        if len(recent) > 1:
+            first, last = recent[0], recent[-1]
+            pace = (last["time_s"] - first["time_s"]) / (last["step"] - first["step"])
+            eta_s = pace * (self._run.learner.max_steps - last["step"])
         store = self._store
         return RunSnapshot(
-            store.run_state(), store.counts(), store.roles(), rows=self._rows, new_rows=new.rows, eta_s=self._eta_s()
+            store.run_state(), store.counts(), store.roles(), rows=self._rows, new_rows=new.rows, eta_s=eta_s
         )
 
     def status(self) -> RunStatus:
@@ -240,17 +245,6 @@ class Monitor:
             events=[StatusEvent(max(0.0, now - event.at), event.role, event.text) for event in events],
             memory=self._store.memory(),
         )
-
-    def _eta_s(self) -> float | None:
-        recent = self._rows[-_MONITORED_STEPS:]
-        # A rollback repeats steps: measure since the last one.
-        starts = [i for i in range(1, len(recent)) if recent[i]["step"] <= recent[i - 1]["step"]]
-        recent = recent[starts[-1] if starts else 0 :]
-        if len(recent) < 2:
-            return None
-        first, last = recent[0], recent[-1]
-        pace = (last["time_s"] - first["time_s"]) / (last["step"] - first["step"])
-        return pace * (self._run.learner.max_steps - last["step"])
 
 
 def wait_fraction(rows: Sequence[dict[str, Any]]) -> float | None:

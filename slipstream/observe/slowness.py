@@ -130,16 +130,16 @@ def explain_slowness(
     findings = list(_findings(times, figures_of(rows[-1], run), num_cores=num_cores))
     facts = [*describe_times(held), *(rates if math.isfinite(made + trained) else ()), *_weight_update(rows)]
     steps = _durations(rows)
-    facts += [*_unused(rows[-1]), *_change_of_pace(steps), *_slow_steps(steps, events)]
-    return Answer(f"{headline}{_meanwhile(times) if largest == 'waiting' else ''}.", findings, facts)
-
-
-def _meanwhile(times: StepTimes) -> str:
-    shares = times.shares("generator")
-    if not shares:
-        return ""
-    largest = max(shares, key=shares.__getitem__)
-    return f"; the largest part of the generators' time, {shares[largest]:.0%}, is: {PHASE_WORDS['generator'][largest]}"
+    for key, what in _WASTE.items():
+        if (share := number_in(rows[-1], key)) >= _UNUSED:
+            thing = "complete groups" if key == "buffer/filtered_fraction" else "tokens"
+            facts.append(f"{share:.0%} of the {thing} {what} ({key})")
+    facts += [*_change_of_pace(steps), *_slow_steps(steps, events)]
+    if largest == "waiting" and (shares := times.shares("generator")):
+        longest = max(shares, key=shares.__getitem__)
+        words = PHASE_WORDS["generator"][longest]
+        headline += f"; the largest part of the generators' time, {shares[longest]:.0%}, is: {words}"
+    return Answer(f"{headline}.", findings, facts)
 
 
 def _findings(times: StepTimes, figures: Mapping[str, str], *, num_cores: int | None) -> Iterator[Finding]:
@@ -171,13 +171,6 @@ def _weight_update(rows: Sequence[Row]) -> Iterator[str]:
     if "prepared" in seconds:
         during = ", ".join(f"{what} in {shown(seconds[what])} s" for what in ("received", "prepared", "probed"))
         yield f"a weight update: {during} during generation, which paused for {shown(seconds['paused'])} s (medians)"
-
-
-def _unused(row: Row) -> Iterator[str]:
-    for key, what in _WASTE.items():
-        if (share := number_in(row, key)) >= _UNUSED:
-            thing = "complete groups" if key == "buffer/filtered_fraction" else "tokens"
-            yield f"{share:.0%} of the {thing} {what} ({key})"
 
 
 class _Step(NamedTuple):

@@ -1,4 +1,4 @@
-"""Terminal views of a run: `slipstream status` and the launcher's live view."""
+"""Terminal views of a run: `slipstream status`, the launcher's live view, and results."""
 
 import json
 import time
@@ -26,7 +26,6 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.observe.catalog.token_decoder import TOKENIZER, TokenDecoder, extremes, find_decoder
 from slipstream.observe.reader import RunReader, read_run
-from slipstream.observe.results import draw_results
 from slipstream.observe.run_status import RunSnapshot, RunStatus, dead_end_cause
 from slipstream.runtime.command_line import add_row, make_console, make_table, printable
 from slipstream.runtime.credentials import TOKEN_VARIABLE
@@ -40,6 +39,20 @@ _ANSWERS_EVERY, _FIRST_STEPS, _MIN_WIDTH = 10, 2, 100
 """Steps between samples of answers, first steps checked for a signal, and columns for a sample."""
 _NO_SIGNAL = 0.95
 """Share of tokens without an advantage."""
+_REPORTED = {
+    "seconds to the goal": "seconds_to_goal",
+    "held-out loss before": "eval_loss_before",
+    "held-out loss": "eval_loss",
+    "held-out pair accuracy": "eval_pair_accuracy",
+    "training loss": "train_loss",
+    "seconds of training": "train_seconds",
+    "steps": "steps",
+    "tokens/s generated": "generated_tokens_per_s",
+    "tokens/s learned": "learner_tokens_per_s",
+    "lag mean": "lag_mean",
+    "lag max": "lag_max",
+    "largest log-prob difference": "logprob_diff_max",
+}
 
 
 class LiveView:
@@ -109,19 +122,20 @@ class LiveView:
         shares = "  ".join(f"{lag}: {100 * histogram[lag] / total:.0f}%" for lag in sorted(histogram))
         line = partial(Text, overflow="ellipsis", no_wrap=True)
         lags = line(f"lag     {shares or '…'}   (tokens of the last step, by versions behind)")
-        parts: list[RenderableType] = [self._progress(snapshot), Text(), _numbers(snapshot), Text(), lags]
+        progress, state, num_steps = Table.grid(padding=(0, 2)), snapshot.state, self._run.learner.max_steps
+        eta = "…" if snapshot.eta_s is None else f"at most {duration(snapshot.eta_s)} left"
+        bar = ProgressBar(total=num_steps, completed=state.step, width=40)
+        progress.add_row(f"step {state.step}/{num_steps}", bar, f"version {state.version}", eta)
+        parts: list[RenderableType] = [progress, Text(), _numbers(snapshot), Text(), lags]
         # The cause is never truncated: the text ends with the remedy.
         causes = [Text(f"dead end: {cause}", style="bold red")] if cause else []
-        group = Group(*parts, _role_lines(snapshot), line(f"waits   {waits}", style="yellow"), *causes)
-        return Panel(group, title=f"slipstream · {self._run.name} · {snapshot.state.phase}", title_align="left")
-
-    def _progress(self, snapshot: RunSnapshot) -> Table:
-        grid = Table.grid(padding=(0, 2))
-        state, total = snapshot.state, self._run.learner.max_steps
-        eta = "…" if snapshot.eta_s is None else f"at most {duration(snapshot.eta_s)} left"
-        bar = ProgressBar(total=total, completed=state.step, width=40)
-        grid.add_row(f"step {state.step}/{total}", bar, f"version {state.version}", eta)
-        return grid
+        roles = Table("role", "state", "version", "tokens/s", "running", box=None, padding=(0, 2), header_style="dim")
+        for name, gauges in sorted(snapshot.roles.items()):
+            speed = number_of(gauges, "tokens_per_s")
+            words = [str(gauges.get(key, "")) for key in ("state", "version", "running")]
+            roles.add_row(name, *words[:2], "" if speed is None else f"{speed:,.0f}", words[2])
+        group = Group(*parts, roles, line(f"waits   {waits}", style="yellow"), *causes)
+        return Panel(group, title=f"slipstream · {self._run.name} · {state.phase}", title_align="left")
 
 
 def step_line(row: dict[str, Any], snapshot: RunSnapshot, *, max_steps: int) -> str:
@@ -163,15 +177,6 @@ def _numbers(snapshot: RunSnapshot) -> Table:
     groups |= snapshot.counts.outcomes
     grid.add_row("groups", ", ".join(f"{number} {state}" for state, number in groups.items()), "")
     return grid
-
-
-def _role_lines(snapshot: RunSnapshot) -> Table:
-    table = Table("role", "state", "version", "tokens/s", "running", box=None, padding=(0, 2), header_style="dim")
-    for name, gauges in sorted(snapshot.roles.items()):
-        speed = number_of(gauges, "tokens_per_s")
-        state, version, running = (str(gauges.get(key, "")) for key in ("state", "version", "running"))
-        table.add_row(name, state, version, "" if speed is None else f"{speed:,.0f}", running)
-    return table
 
 
 def _accuracy(snapshot: RunSnapshot) -> str:
@@ -230,11 +235,17 @@ def _run_facts(status: RunStatus) -> dict[str, str]:
         step += f", the last {duration(status.progress_age_s)} ago"
     if status.eta_s is not None and status.phase == "training":
         step += f", at most {duration(status.eta_s)} left"
+    row, last_step = status.last_row, "none yet"
+    if row:
+        last_step = (
+            f"reward {row['learner/reward_mean']:.3f}, lag {row['lag/mean']:.1f} (max {row['lag/max']:.0f}), waited "
+            f"{row['learner/wait_s']:.2f} s, trained {row['learner/train_s']:.2f} s, tokens/s {_rates(row)}"
+        )
     facts = {
         "step": step,
         "version": f"{status.version} committed" + f", {status.announced_version} being published" * is_publishing,
         "checkpoint": f"step {status.checkpoint.step}" if status.checkpoint else "none yet",
-        "last step": _last_step(status.last_row),
+        "last step": last_step,
         "join": join_command(status.address) if status.address else "",
         "brokers": _brokers(status.roles),
     }
@@ -254,15 +265,6 @@ def _brokers(roles: list[RoleStatus]) -> str:
 def join_command(address: str) -> str:
     """Command for a generator on another machine."""
     return f"{TOKEN_VARIABLE}=... python -m slipstream.generators broker.address={address}, with the token of the run"
-
-
-def _last_step(row: dict[str, Any]) -> str:
-    if not row:
-        return "none yet"
-    return (
-        f"reward {row['learner/reward_mean']:.3f}, lag {row['lag/mean']:.1f} (max {row['lag/max']:.0f}), waited "
-        f"{row['learner/wait_s']:.2f} s, trained {row['learner/train_s']:.2f} s, tokens/s {_rates(row)}"
-    )
 
 
 def _roles(status: RunStatus) -> RenderableType:
@@ -351,7 +353,13 @@ def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> No
         raise ConfigError("--json prints once: leave --watch away.")
     with RunReader(find_run(words, command="status"), timeout_s=COMMAND_TIMEOUT_S) as ended:
         if ended.folder_phase == "finished" and not ended.find_store():
-            _show_results(ended, is_json=is_json)
+            run, summary = ended.config, ended.summary
+            if is_json:
+                state = {"run": run.name, "phase": "finished", "step": summary["steps"]}
+                print(json.dumps(state | {"max_steps": run.learner.max_steps, "summary": summary}))
+            else:
+                final = f"all figures: {ended.folder / 'summary.json'}"
+                make_console().print(*draw_results(run, summary), final, sep="\n", soft_wrap=True)
             return
     with read_run(words, command="status") as reader:
         status = reader.status()
@@ -361,16 +369,6 @@ def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> No
             _watch(reader, status, console=make_console())
         else:
             make_console().print(draw_status(status))
-
-
-def _show_results(reader: RunReader, *, is_json: bool) -> None:
-    run, summary = reader.config, reader.summary
-    if is_json:
-        ended = {"run": run.name, "phase": "finished", "step": summary["steps"], "max_steps": run.learner.max_steps}
-        print(json.dumps(ended | {"summary": summary}))
-    else:
-        final = f"all figures: {reader.folder / 'summary.json'}"
-        make_console().print(*draw_results(run, summary), final, sep="\n", soft_wrap=True)
 
 
 def _watch(reader: RunReader, status: RunStatus, *, console: Console) -> None:
@@ -386,3 +384,38 @@ def _watch(reader: RunReader, status: RunStatus, *, console: Console) -> None:
                     drawn = Text(str(error), style="red")
                 live.update(drawn, refresh=True)
                 refresh_at = time.monotonic() + _REFRESH_EVERY_S
+
+
+def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
+    """Describe goals and the accuracies of the final evaluation."""
+    evaluation, steps = summary.get("evaluation") or {}, summary["steps"]
+    shown = []
+    for goal in (goal for goal in run.evaluation.goals if evaluation and not goal.holds(evaluation)):
+        bounds, value = {"least": goal.at_least, "most": goal.at_most}, evaluation.get(goal.metric)
+        asked = " and ".join(f"at {word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+        shown.append(f"{goal.metric} is {'unknown' if value is None else f'{value:.4g}'}, the goal {asked}")
+    word = "learned" if run.evaluation.goals and evaluation else f"done after {steps} steps"
+    if shown:
+        word = f"goal not reached after {steps} steps ({'; '.join(shown)})"
+    found = {each.name: summary.get(f"accuracy_{each.name}") for each in run.data.eval_sets}
+    accuracies = [f"{value:.3f} {name}" for name, value in found.items() if value is not None]
+    sizes = dict.fromkeys(summary.get("num_final_prompts", {}).values())
+    where = f"final evaluation on {' or '.join(map(str, sizes))} prompts" if sizes else "final evaluation"
+    return f"{word}; {where}: accuracy {', '.join(accuracies)}" if accuracies else word
+
+
+def draw_results(run: RunConfig, summary: dict[str, Any]) -> Iterator[RenderableType]:
+    """Yield the verdict, a table of figures, and the shares of the wall time, from summary.json."""
+    yield Text(f"{run.name}: {verdict(run, summary)}", style="bold")
+    sets = run.data.eval_sets
+    labels = {f"accuracy before, {each.name}": each.before_key for each in sets}
+    labels |= {f"accuracy after, {each.name}": f"accuracy_{each.name}" for each in sets}
+    table = Table(show_header=False, box=None)
+    for label, key in (labels | _REPORTED).items():
+        # A value that was not measured is null.
+        if (value := summary.get(key)) is not None:
+            table.add_row(label, f"{value:,.4g}" if isinstance(value, float) else str(value))
+    yield table
+    if best := summary.get("best"):
+        yield f"best model: step {best['checkpoint']['step']}, {best['metric']} {best['value']:.4g}"
+    yield from describe_times(summary.get("times"))

@@ -1,4 +1,4 @@
-"""Credentials: the run's token, CURVE key pairs derived from it, and masking.
+"""Credentials: the run's token, CURVE key pairs derived from it, masking, and checks of hosts and secrets.
 
 Only holders of the token can compute both pairs: sockets ignore other peers, and a peer knows that it talks to its own
 run. Roles without the run folder get the token in the environment or a file. A guest's token does not reveal the
@@ -7,6 +7,7 @@ run's: the guest can connect to servers that admit it, but not serve.
 
 import base64
 import hashlib
+import hmac
 import os
 import re
 import secrets
@@ -123,7 +124,15 @@ def _check_format(token: str, *, origin: str) -> str:
 @lru_cache(maxsize=8)
 def _derive_keys(token: str) -> Keys:
     if token.startswith(_GUEST):
-        return _read_guest(token)
+        name, _, packed = token.removeprefix(_GUEST).partition(".")
+        try:
+            both = base64.urlsafe_b64decode(packed)
+        except ValueError:
+            both = b""
+        is_fit, why = bool(name) and len(both) == 2 * _KEY_BYTES, "copy it from guests/NAME in the run folder"
+        require(is_fit, f"a token that starts with {_GUEST}", "be a guest token", got="another", why=why)
+        server_public, secret = z85.encode(both[:_KEY_BYTES]), z85.encode(both[_KEY_BYTES:])
+        return Keys(server_public, b"", zmq.curve_public(secret), secret, guest=name)
     return Keys(*_derive_pair(token, end="server"), *_derive_pair(token, end="client"))
 
 
@@ -153,18 +162,6 @@ def _guest_secret(keys: Keys, name: str) -> bytes:
     seed = hashlib.blake2b(name.encode(), key=keys.client_secret, person=b"slipstream-guest", digest_size=_KEY_BYTES)
     secret: bytes = z85.encode(seed.digest())
     return secret
-
-
-def _read_guest(token: str) -> Keys:
-    name, _, packed = token.removeprefix(_GUEST).partition(".")
-    try:
-        both = base64.urlsafe_b64decode(packed)
-    except ValueError:
-        both = b""
-    is_fit, why = bool(name) and len(both) == 2 * _KEY_BYTES, "copy it from guests/NAME in the run folder"
-    require(is_fit, f"a token that starts with {_GUEST}", "be a guest token", got="another", why=why)
-    server_public, secret = z85.encode(both[:_KEY_BYTES]), z85.encode(both[_KEY_BYTES:])
-    return Keys(server_public, b"", zmq.curve_public(secret), secret, guest=name)
 
 
 def _derive_pair(token: str, *, end: str) -> tuple[bytes, bytes]:
@@ -222,17 +219,13 @@ def mask(text: str, *, known: Iterable[str] = ()) -> str:
 def without_secrets(data: Any, *, known: Iterable[str] = ()) -> Any:
     """Mask values of keys such as `api_key`, and secrets within strings."""
     if isinstance(data, dict):
-        return {key: _value(str(key), value, known=known) for key, value in data.items()}
+        # A number is no secret: max_token=8 is a limit.
+        named = [key for key in data if _SECRET_KEY.search(str(key))]
+        hidden = {key for key in named if data[key] and not isinstance(data[key], int | float)}
+        return {key: LEFT_OUT if key in hidden else without_secrets(data[key], known=known) for key in data}
     if isinstance(data, list):
         return [without_secrets(each, known=known) for each in data]
     return mask(data, known=known) if isinstance(data, str) else data
-
-
-def _value(key: str, value: Any, *, known: Iterable[str]) -> Any:
-    # A number is no secret: max_token=8 is a limit.
-    if _SECRET_KEY.search(key) and value and not isinstance(value, int | float):
-        return LEFT_OUT
-    return without_secrets(value, known=known)
 
 
 def is_loopback(host: str) -> bool:
@@ -241,3 +234,14 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_equal(given: str, secret: str) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(given.encode(), secret.encode())
+
+
+def host_of(header: str) -> str:
+    """Name in a Host header, such as `[::1]:8420`, in lower case, to check against DNS rebinding."""
+    name = header.lower()
+    return name[1 : name.find("]")] if name.startswith("[") else name.partition(":")[0]

@@ -92,13 +92,9 @@ def figures_of(row: Mapping[str, Any], run: RunConfig) -> dict[str, str]:
         "sync_s": row.get("weights/sync_s"),
         "pause_s": row.get("weights/pause_s"),
     }
-    return {name: _shown(value) for name, value in (settings | measured).items()}
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "unknown"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    known = {name: value for name, value in (settings | measured).items() if value is not None}
+    texts = {name: f"{value:.3g}" if isinstance(value, float) else str(value) for name, value in known.items()}
+    return dict.fromkeys(settings | measured, "unknown") | texts
 
 
 _OLD = "the answers come from older weights than the learner's, and their gradient would improve those"

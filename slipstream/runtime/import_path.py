@@ -31,7 +31,16 @@ def find_function(path: str, *, setting: str) -> Callable[..., Any]:
     module_name, separator, name = path.rpartition(":")
     if not (module_name and separator and name):
         raise ConfigError(f"{setting} must look like `module:function`, got {path!r}.")
-    module = _import(module_name, path, setting)
+    try:
+        is_file = module_name.endswith(".py")
+        module = _import_file(Path(module_name)) if is_file else importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        must = f"{setting} must name a module that can be imported"
+        raise ConfigError(f"{must}, got {path!r}: there is no module {error.name!r}.") from error
+    # A script without `if __name__ == "__main__"` may end the process.
+    except (Exception, SystemExit) as error:
+        failure = f"importing {module_name!r} failed: {type(error).__name__}: {error}"
+        raise ConfigError(f"{setting}={path!r}: {failure}.") from error
     function = getattr(module, name, None)
     if function is None:
         nearest = difflib.get_close_matches(name, [n for n in dir(module) if not n.startswith("_")], n=1)
@@ -41,18 +50,6 @@ def find_function(path: str, *, setting: str) -> Callable[..., Any]:
         raise ConfigError(f"{setting} must name a function, got {path!r}: it is a {type(function).__name__}.")
     found: Callable[..., Any] = function
     return found
-
-
-def _import(module_name: str, path: str, setting: str) -> ModuleType:
-    try:
-        return _import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        must = f"{setting} must name a module that can be imported"
-        raise ConfigError(f"{must}, got {path!r}: there is no module {error.name!r}.") from error
-    # A script without `if __name__ == "__main__"` may end the process.
-    except (Exception, SystemExit) as error:
-        failure = f"importing {module_name!r} failed: {type(error).__name__}: {error}"
-        raise ConfigError(f"{setting}={path!r}: {failure}.") from error
 
 
 def _import_file(file: Path) -> ModuleType:

@@ -1,14 +1,15 @@
-"""Model folders, without loading weights: existence, fingerprints, files, chat templates."""
+"""Model folders, without loading weights: existence, fingerprints, files, chat templates, marks of reasoning."""
 
 import hashlib
 import json
 import math
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-# Not `from`: the package imports its parts lazily on attribute access, which saves 0.25 s.
 import huggingface_hub
 import msgspec
+import structlog
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
@@ -19,6 +20,17 @@ VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 """`model_type` of vision-language models that engines and learner compute alike."""
 _HUB_TIMEOUT_S = 10.0
 _CONFIG = "config.json"
+_MARKS = (
+    ("<think>", "</think>"),  # Qwen 3, DeepSeek, GLM, MiniMax M2, Nemotron 3
+    ("[THINK]", "[/THINK]"),  # Magistral
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+    ("<|channel>thought", "<channel|>"),  # Gemma 4
+    ("<mm:think>", "</mm:think>"),  # MiniMax M3
+    ("◁think▷", "◁/think▷"),  # Kimi-VL
+)
+
+log = structlog.get_logger(__name__)
 
 
 def check_model_path(path: str, *, setting: str = "model.path") -> None:
@@ -283,3 +295,50 @@ def _messages(side: Text, *, role: str) -> list[dict[str, Any]]:
         return [{"role": role, "content": side}] if side else []
     # Parquet fills absent fields with null, but templates test whether fields are defined.
     return [{key: value for key, value in message.items() if value is not None} for message in side]
+
+
+class Reasoning(NamedTuple):
+    """Marks around the reasoning in a turn, such as `<think>` and `</think>`; tool calls come after it."""
+
+    start: str
+    end: str
+    source: str
+    """Origin of the marks: `vocabulary`, `chat template`, or `default`."""
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether messages carry reasoning separately from content. Marks of a mere instruction are content."""
+        return self.source != "default"
+
+    def is_opened_by(self, header: str) -> bool:
+        """Whether the text before a turn opens its reasoning, as for DeepSeek-R1."""
+        return header.rstrip().endswith(self.start)
+
+    def split(self, text: str, *, is_open: bool) -> tuple[str | None, str]:
+        """(reasoning, None without marks; rest of the turn). Reasoning without an end takes the rest.
+
+        `is_open`: see `is_opened_by`.
+        """
+        # An end without a start: the header opened it in a way that `is_opened_by` cannot see.
+        is_open = is_open or self.end in text.partition(self.start)[0]
+        before, *opened = ((self.start if is_open else "") + text).split(self.start)
+        if not opened:
+            return None, text
+        parts = [part.partition(self.end) for part in opened]
+        return "".join(thought for thought, _, _ in parts), before + "".join(rest for _, _, rest in parts)
+
+
+@lru_cache(maxsize=2)
+def find_reasoning(tokenizer: Any) -> Reasoning:
+    """Choose the marks that the vocabulary or the chat template has, else `<think>`, and log them."""
+    unknown = (None, getattr(tokenizer, "unk_token_id", None))
+    template = str(tokenizer.chat_template or "")
+    for source, has in (
+        ("vocabulary", lambda mark: tokenizer.convert_tokens_to_ids(mark) not in unknown),
+        ("chat template", lambda mark: mark in template),
+    ):
+        if found := next((Reasoning(*marks, source) for marks in _MARKS if has(marks[1])), None):
+            break
+    reasoning = found or Reasoning(*_MARKS[0], "default")
+    log.info("reasoning_marks_chosen", start=reasoning.start, end=reasoning.end, found_in=reasoning.source)
+    return reasoning

@@ -126,7 +126,13 @@ def merge(folder: Path) -> None:
     pids = count(1)
     events = _trajectory_events(parts, pid=next(pids))
     for name, part in names.items():
-        events += _role_events(part, name, pid=next(pids))
+        pid = next(pids)
+        lanes = {lane: tid for tid, lane in enumerate(dict.fromkeys(span[0] for span in part.spans), start=1)}
+        events += [_name("process", pid, name)]
+        events += [_name("thread", pid, lane or part.role, tid) for lane, tid in lanes.items()]
+        for lane, each, at, took, arguments in part.spans:
+            where = {"pid": pid, "tid": lanes[lane]}
+            events.append({"ph": "X", "name": each, "ts": at, "dur": took / 1000, **where, "args": arguments})
     profiles = _files(folder, ".torch")
     left = [path for path in profiles if path.stat().st_size > _MAX_PROFILE_BYTES]
     for path in left:
@@ -179,18 +185,6 @@ def _trajectory_events(parts: Sequence[TracePart], *, pid: int) -> list[dict[str
                 events.append({"ph": "e", "name": name, "ts": end, **common})
                 start = end
     return events
-
-
-def _role_events(part: TracePart, name: str, *, pid: int) -> list[dict[str, Any]]:
-    lanes = {lane: tid for tid, lane in enumerate(dict.fromkeys(span[0] for span in part.spans), start=1)}
-    return [
-        _name("process", pid, name),
-        *(_name("thread", pid, lane or part.role, tid) for lane, tid in lanes.items()),
-        *(
-            {"ph": "X", "name": each, "ts": at, "dur": took / 1000, "pid": pid, "tid": lanes[lane], "args": arguments}
-            for lane, each, at, took, arguments in part.spans
-        ),
-    ]
 
 
 def _profiler_events(profile: dict[str, Any], role: str, pids: Iterator[int]) -> list[dict[str, Any]]:

@@ -27,9 +27,9 @@ from slipstream.learner.engines.engine import check_finite
 from slipstream.learner.engines.optimizer import STATE_FILE
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.publishing.staging import canary_logprobs
-from slipstream.learner.training import critic
-from slipstream.learner.training.critic import load_value_model
+from slipstream.learner.training import second_model
 from slipstream.learner.training.model import is_sharded, load_policy
+from slipstream.learner.training.second_model import load_value_model
 from slipstream.learner.training.step_metrics import GradientSimilarity
 from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
@@ -134,7 +134,7 @@ def test_zero_3_shards_models_while_they_are_loaded(tmp_path, monkeypatch):
 
     original = build.DeepSpeedEngine
     monkeypatch.setattr(build, "load_policy", partial(load, load_policy))
-    monkeypatch.setattr(critic, "load_value_model", partial(load, load_value_model))
+    monkeypatch.setattr(second_model, "load_value_model", partial(load, load_value_model))
     monkeypatch.setattr(build, "DeepSpeedEngine", start)
     algorithm = AlgorithmConfig(kl=KlConfig(coef=0.1), advantage=GaeConfig())
     make_trainer(make_run(make_model(tmp_path), algorithm=algorithm, learner={"engine": zero(3)}))

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cluster.recipe import read_recipe
-from slipstream.cluster.slurm import sbatch_script
+from slipstream.cluster.recipe import read_recipe, sbatch_script
 from tests import runs
 from tests.runs import ROOT, SMALL, until
 

@@ -55,10 +55,20 @@ def find_all(overrides: list[str]) -> list[Result]:
     token = machine.check_token(given, is_joining=address is not None)
     if address is None or token.verdict == "fail":
         return [token, *_of_the_machine(given)]
+    keys = derive_keys(find_token(given))
     try:
-        return [token, *_against_broker(given, overrides, address=address)]
+        if not is_listening(address):
+            fix = "correct broker.address, start the broker, or open its port in the firewalls between the machines"
+            unreached = Result("broker", "fail", f"nothing accepts a connection at {address}", fix=fix)
+        elif is_refused(address, keys):
+            unreached = Result("broker", "fail", f"{address} has another token", fix=TOKEN_REMEDY)
+        else:
+            limit = given.broker.max_message_bytes
+            with closing(ZmqClientChannel(address, keys=keys, max_message_bytes=limit)) as channel:
+                return [token, *_with_link(BrokerLink(channel), given, overrides, address=address, keys=keys)]
     except ChannelClosedError as error:
         raise ConfigError(str(error)) from None
+    return [token, unreached, *_of_the_machine(given)]
 
 
 def _of_the_machine(run: RunConfig, *, answer: Inspected | None = None) -> list[Result]:
@@ -70,19 +80,6 @@ def _of_the_machine(run: RunConfig, *, answer: Inspected | None = None) -> list[
         machine.check_open_files(),
         machine.check_locked_memory(),
     ]
-
-
-def _against_broker(given: RunConfig, overrides: list[str], *, address: str) -> list[Result]:
-    keys = derive_keys(find_token(given))
-    if not is_listening(address):
-        fix = "correct broker.address, start the broker, or open its port in the firewalls between the machines"
-        unreached = Result("broker", "fail", f"nothing accepts a connection at {address}", fix=fix)
-    elif is_refused(address, keys):
-        unreached = Result("broker", "fail", f"{address} has another token", fix=TOKEN_REMEDY)
-    else:
-        with closing(ZmqClientChannel(address, keys=keys, max_message_bytes=given.broker.max_message_bytes)) as channel:
-            return _with_link(BrokerLink(channel), given, overrides, address=address, keys=keys)
-    return [unreached, *_of_the_machine(given)]
 
 
 def _with_link(link: "BrokerLink", given: RunConfig, overrides: list[str], *, address: str, keys: Keys) -> list[Result]:

@@ -5,7 +5,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -17,11 +16,10 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig, read_config
-from slipstream.launch.diagnose import cluster, inputs, install, machine
+from slipstream.launch.diagnose import cluster, inputs, machine
 from slipstream.launch.diagnose.all_reduce import check_all_reduce
-from slipstream.launch.diagnose.bundle import Subject, check_bundle, secrets_of, write_bundle
 from slipstream.launch.diagnose.cluster import report
-from slipstream.launch.diagnose.last_run import check_last_run
+from slipstream.launch.diagnose.last_run import Subject, check_bundle, check_last_run, secrets_of, write_bundle
 from slipstream.launch.diagnose.machine import Result
 from slipstream.launch.diagnose.probe import run_probe
 from slipstream.launch.generator_pool import visible_gpus
@@ -110,7 +108,21 @@ def find_all(subject: Subject) -> list[Result]:
     """Run all checks concurrently."""
     started_at = time.monotonic()
     running = [(check, run_in_thread(check.find, name=check.name)) for check in list_checks(subject)]
-    return [finding for check, future in running for finding in _await(check, future, started_at=started_at)]
+    findings: list[Result] = []
+    for check, future in running:
+        try:
+            found = future.result(timeout=max(0.0, started_at + check.timeout_s - time.monotonic()))
+            findings += found if isinstance(found, list) else [found]
+        except TimeoutError:
+            reason = f"no answer within {check.timeout_s:g} s"
+            findings.append(Result(check.name, "fail", reason, fix=_DEAD_MOUNT))
+        # Ours, or a fault that the check did not expect, such as an exit.
+        except (Exception, SystemExit) as error:
+            kind = (
+                "" if isinstance(error, ConfigError | BrokerError | ReplayBufferError) else type(error).__name__ + ": "
+            )
+            findings.append(Result(check.name, "fail", f"{kind}{error}", fix=check.fix))
+    return findings
 
 
 def list_checks(subject: Subject) -> list[Check]:
@@ -118,26 +130,16 @@ def list_checks(subject: Subject) -> list[Check]:
     run, folder = subject.run, RunFolder(subject.run)
     # A live run matters only if the settings describe it.
     is_live = subject.is_live and subject.folder is not None and folder.path.resolve() == subject.folder.resolve()
+    installed, cuda = machine.installed_packages(), machine.torch_cuda()
+    wheels = partial(machine.check_wheels, run, installed, cuda=cuda)
+    sums = partial(check_all_reduce, timeout_s=_SUM_TIMEOUT_S)
+    disk = partial(machine.check_disk, "disk of runs", folder.path, run=run, is_over=subject.is_over)
     return [
         Check("settings", lambda: Result("settings", "ok", subject.origin)),
-        *_of_machine(run, folder.path, is_live=is_live, is_over=subject.is_over),
-        *_of_surroundings(run, folder, is_live=is_live),
-        Check("store", lambda: inputs.check_store(run, folder.path, is_live=is_live), fix=_STORE_FIX),
-        Check("model", lambda: inputs.check_model_folder(run), fix="correct model.path, or put the model there"),
-        Check("data", lambda: inputs.check_data(run), fix=_DATA_FIX, timeout_s=60.0),
-        Check("last run", lambda: _last_run(subject), timeout_s=40.0),
-    ]
-
-
-def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -> list[Check]:
-    installed, cuda = install.installed_packages(), install.torch_cuda()
-    wheels = partial(install.check_wheels, run, installed, cuda=cuda)
-    sums = partial(check_all_reduce, timeout_s=_SUM_TIMEOUT_S)
-    return [
-        Check("packages", lambda: install.check_packages(run, installed, install.requirements())),
+        Check("packages", lambda: machine.check_packages(run, installed, machine.requirements())),
         Check("wheels", lambda: wheels(num_gpus=machine.count_gpus()), timeout_s=30.0),
-        Check("compiler", lambda: install.check_compiler(installed)),
-        Check("instructions", lambda: install.check_instructions(installed)),
+        Check("compiler", lambda: machine.check_compiler(installed)),
+        Check("instructions", lambda: machine.check_instructions(installed)),
         Check("GPUs", lambda: machine.check_gpus(cuda=cuda, is_live=is_live), timeout_s=90.0),
         # The probe times out first and names the part.
         Check("probe", lambda: run_probe(timeout_s=_PROBE_TIMEOUT_S), timeout_s=_PROBE_TIMEOUT_S + 10.0),
@@ -146,11 +148,16 @@ def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -
         Check("hardware", machine.check_hardware),
         Check("memory", machine.check_memory),
         Check("shared memory", machine.check_shared_memory),
-        Check("disk of runs", lambda: machine.check_disk("disk of runs", folder, run=run, is_over=is_over)),
+        Check("disk of runs", disk),
         Check("temporary files", lambda: machine.check_disk("temporary files", Path(tempfile.gettempdir()))),
         Check("open files", machine.check_open_files),
         Check("processes", machine.check_processes),
         Check("locked memory", machine.check_locked_memory),
+        *_of_surroundings(run, folder, is_live=is_live),
+        Check("store", lambda: inputs.check_store(run, folder.path, is_live=is_live), fix=_STORE_FIX),
+        Check("model", lambda: inputs.check_model_folder(run), fix="correct model.path, or put the model there"),
+        Check("data", lambda: inputs.check_data(run), fix=_DATA_FIX, timeout_s=60.0),
+        Check("last run", lambda: _last_run(subject), timeout_s=40.0),
     ]
 
 
@@ -192,15 +199,3 @@ def _within(timeout_s: float, function: Callable[[], T]) -> T:
     except TimeoutError:
         must = f"the run folder must be readable within {timeout_s:g} s"
         raise ConfigError(f"{must}, but is not: {_DEAD_MOUNT}.") from None
-
-
-def _await(check: Check, future: "Future[Result | list[Result]]", *, started_at: float) -> list[Result]:
-    try:
-        found = future.result(timeout=max(0.0, started_at + check.timeout_s - time.monotonic()))
-        return found if isinstance(found, list) else [found]
-    except TimeoutError:
-        return [Result(check.name, "fail", f"no answer within {check.timeout_s:g} s", fix=_DEAD_MOUNT)]
-    # Ours, or a fault that the check did not expect, such as an exit.
-    except (Exception, SystemExit) as error:
-        kind = "" if isinstance(error, ConfigError | BrokerError | ReplayBufferError) else f"{type(error).__name__}: "
-        return [Result(check.name, "fail", f"{kind}{error}", fix=check.fix)]

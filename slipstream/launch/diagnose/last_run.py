@@ -1,17 +1,29 @@
-"""Findings about the last run: its end, deaths of roles, and errors in logs."""
+"""The last run: its end, deaths of roles, errors in logs, and a bug report bundle without secrets."""
 
+import io
+import os
 import re
-from collections.abc import Sequence
+import tarfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
 
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import EVENTS_KEPT, Event
 from slipstream.buffer.role_reports import LAUNCHER
 from slipstream.cluster.role_process import find_error
 from slipstream.configs.base import ConfigError
-from slipstream.launch.diagnose.machine import Result, Verdict
+from slipstream.configs.load import to_plain
+from slipstream.configs.run import RunConfig
+from slipstream.launch.diagnose.machine import Result, Verdict, installed_packages
 from slipstream.observe.metrics_rows import read_tail
 from slipstream.observe.reader import RunReader
+from slipstream.runtime.credentials import find_token, known_secrets, mask, without_secrets
+from slipstream.runtime.process import read_text, versions
 
 _READ_BYTES = 2**18
 _EVENTS_SHOWN = 3
@@ -33,6 +45,9 @@ _REMEDIES = {
     r"\b(?:nan|NaN)\b|non-finite": "see `slipstream watch` for the metric that left its range first",
 }
 """Pattern in an error -> remedy."""
+_ENDING = ".tar.gz"
+_LINES, _LOG_BYTES = 300, 2**22
+"""Lines kept per file, and bytes read for them."""
 
 
 def check_last_run(folder: Path, *, is_live: bool) -> list[Result]:
@@ -49,7 +64,14 @@ def check_last_run(folder: Path, *, is_live: bool) -> list[Result]:
         fix = _remedy(fatal, f"look at {folder}/logs; continue it with `slipstream run name={folder.name} resume=true`")
         found = f"{first.found}: {fatal}" if fatal else first.found
         first = Result("last run", "fail" if fatal else "warn", found, fix=fix)
-    return [first, _judge_events(deaths, problem), *_judge_logs(folder, is_over=not (is_live or has_ended))]
+    logs = []
+    for path in sorted((folder / "logs").glob("*.log")):
+        if error := find_error(log_tail(path)):
+            # Not fatal if the run continued or finished.
+            verdict: Verdict = "warn" if is_live or has_ended else "fail"
+            logs.append(Result(f"log of {path.stem}", verdict, error, fix=_remedy(error, f"see the end of {path}")))
+    logs = logs or [Result("logs", "ok", "no error and no traceback at their ends")]
+    return [first, _judge_events(deaths, problem), *logs]
 
 
 def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
@@ -82,15 +104,73 @@ def _judge_events(deaths: Sequence[Event], problem: str) -> Result:
     return Result("events", "warn", f"{len(deaths)} deaths, most recently {shown}", fix=fix)
 
 
-def _judge_logs(folder: Path, *, is_over: bool) -> list[Result]:
-    found = []
-    for path in sorted((folder / "logs").glob("*.log")):
-        if error := find_error(log_tail(path)):
-            # Not fatal if the run continued or finished.
-            verdict: Verdict = "fail" if is_over else "warn"
-            found.append(Result(f"log of {path.stem}", verdict, error, fix=_remedy(error, f"see the end of {path}")))
-    return found or [Result("logs", "ok", "no error and no traceback at their ends")]
-
-
 def _remedy(error: str, otherwise: str) -> str:
     return next((fix for pattern, fix in _REMEDIES.items() if re.search(pattern, error)), otherwise)
+
+
+class Subject(NamedTuple):
+    """Settings to check, and the run to diagnose, if any."""
+
+    run: RunConfig
+    folder: Path | None
+    is_live: bool
+    origin: str
+    is_over: bool = False
+    """Whether the run is finished and needs no disk space."""
+
+
+def check_bundle(path: Path) -> None:
+    """Raise ConfigError if `path` cannot become a bundle."""
+    if not path.name.endswith(_ENDING) or path.exists() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--bundle must name a new file that ends in {_ENDING}, in a folder that exists, got {path}.")
+
+
+def secrets_of(run: RunConfig, folder: Path | None) -> set[str]:
+    """Known secrets, with tokens of run and guests."""
+    # Unreadable tokens cannot reach the bundle.
+    files = [folder / "token", *(folder / "guests").glob("*")] if folder else []
+    tokens = [read_text(file).strip() for file in files]
+    with suppress(ConfigError, OSError):
+        tokens.append(find_token(run))
+    return known_secrets(os.environ, *tokens)
+
+
+def write_bundle(path: Path, subject: Subject, findings: Sequence[Result], *, known: Iterable[str]) -> None:
+    """Write the bundle, readable only by its owner. Raises ConfigError."""
+    draft = path.with_name(f"{path.name}.new")
+    try:
+        with draft.open("xb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            draft.chmod(0o600)
+            for name, text in _contents(subject, findings, known=known):
+                # Mask again: the writers of these files may not have known all secrets.
+                data = mask(text, known=known).encode()
+                entry = tarfile.TarInfo(f"{path.name.removesuffix(_ENDING)}/{name}")
+                entry.size, entry.mtime = len(data), int(time.time())
+                archive.addfile(entry, io.BytesIO(data))
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise ConfigError(f"--bundle must name a file that can be written, got {path}: {error}.") from None
+
+
+def _contents(subject: Subject, findings: Sequence[Result], *, known: Iterable[str]) -> Iterator[tuple[str, str]]:
+    yield "diagnosis.json", _json(findings)
+    yield "config.json", _json(without_secrets(to_plain(subject.run), known=known))
+    yield "versions.json", _json({"of the run": versions(), "installed": installed_packages()})
+    # Names only: values may be secret.
+    yield "environment.txt", "".join(f"{name}\n" for name in sorted(os.environ))
+    if not (folder := subject.folder):
+        return
+    events, problem = read_events(folder, is_live=subject.is_live)
+    yield "events.json", _json(events or problem)
+    for file in [*sorted((folder / "logs").glob("*.log")), folder / "store/redis.log", folder / "metrics.jsonl"]:
+        if file.is_file():
+            yield f"run/{file.name}", "\n".join([*log_tail(file, num_bytes=_LOG_BYTES)[-_LINES:], ""])
+    for name in ("summary.json", "versions.json", "origins.json"):
+        if text := read_text(folder / name):
+            yield f"run/{name}", text
+
+
+def _json(data: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(data)).decode() + "\n"

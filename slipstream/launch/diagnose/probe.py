@@ -11,8 +11,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.configs.base import first_line
-from slipstream.launch.diagnose.install import find_kernels, installed_packages
-from slipstream.launch.diagnose.machine import Result
+from slipstream.launch.diagnose.machine import Result, find_kernels, installed_packages
 
 _NO_GPU = "torch finds no GPU"
 

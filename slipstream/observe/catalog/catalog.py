@@ -17,8 +17,15 @@ from slipstream.buffer.archive.step_tokens import FOLDER, read_steps
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.errors import ArchiveError, ReplayBufferError
 from slipstream.configs.base import ConfigError, Record
-from slipstream.observe.catalog.detail import TrajectoryDetail, describe
-from slipstream.observe.catalog.rows import ROWS, CatalogRow, has_value_within, read_stored, to_records
+from slipstream.observe.catalog.rows import (
+    ROWS,
+    CatalogRow,
+    TrajectoryDetail,
+    describe,
+    has_value_within,
+    read_stored,
+    to_records,
+)
 from slipstream.observe.catalog.sources import Block, Source, decoder_of, open_source, without
 from slipstream.observe.catalog.token_decoder import TokenDecoder, find_text
 
@@ -88,7 +95,12 @@ class Catalog:
     def refresh(self) -> bool:
         """Read new trajectories; return whether any came. Raises ArchiveError."""
         with self._refreshing:
-            step_versions = self._read_step_versions()
+            step_versions = self._snapshot.step_versions
+            try:
+                step_versions, self._unread = self._source.step_versions(), ""
+            except ReplayBufferError as error:
+                # If the store does not answer, its own note says so.
+                self._unread = str(error) if isinstance(error, ArchiveError) else ""
             # Read the store first: a group that moves to the archive in between is found twice, not lost.
             parts = self._source.parts
             read = [part.blocks(step_versions) for part in reversed(parts)]
@@ -210,15 +222,6 @@ class Catalog:
                 found |= {id(block): (block, mask) for block, mask in zip(missing, masks, strict=True)}
             self._found = text, found
         return np.concatenate([np.empty(0, dtype=bool), *(found[id(block)][1] for block in snapshot.blocks)])
-
-    def _read_step_versions(self) -> dict[int, int]:
-        try:
-            found, self._unread = self._source.step_versions(), ""
-            return found
-        except ReplayBufferError as error:
-            # If the store does not answer, its own note says so.
-            self._unread = str(error) if isinstance(error, ArchiveError) else ""
-            return self._snapshot.step_versions
 
 
 @contextmanager

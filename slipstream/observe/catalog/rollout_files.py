@@ -274,23 +274,20 @@ def read_verl_dump(path: Path) -> Iterator[StoredTrajectory]:
                     f"{path} line {number} must be a rollout of verl, as its first line is: {error}."
                 ) from None
             group = groups.setdefault((line.step, line.input), len(groups))
-            yield _stored(_as_rollout(line, group, members[group], path))
+            prompt, response = line.input.encode(), line.output.encode() or b"\0"
+            rollout = RolloutLine(
+                group_id=str(group),
+                index=members[group],
+                token_ids=list(prompt + response),
+                model_mask=[False] * len(prompt) + [True] * len(response),
+                generator_logprobs=[0.0] * len(prompt + response),
+                reward=Reward(line.score),
+                prompt_uid=f"{path.stem}/{group}",
+                version_spans=[VersionSpan(len(prompt), max(0, line.step - 1))],
+                generator_id="verl",
+                data_source=path.parent.name,
+                extras={} if line.gts is None else {"ground_truth": line.gts},
+                steps=[line.step] if line.step else [],
+            )
+            yield _stored(rollout)
             members[group] += 1
-
-
-def _as_rollout(line: VerlLine, group: int, index: int, path: Path) -> RolloutLine:
-    prompt, response = line.input.encode(), line.output.encode() or b"\0"
-    return RolloutLine(
-        group_id=str(group),
-        index=index,
-        token_ids=list(prompt + response),
-        model_mask=[False] * len(prompt) + [True] * len(response),
-        generator_logprobs=[0.0] * len(prompt + response),
-        reward=Reward(line.score),
-        prompt_uid=f"{path.stem}/{group}",
-        version_spans=[VersionSpan(len(prompt), max(0, line.step - 1))],
-        generator_id="verl",
-        data_source=path.parent.name,
-        extras={} if line.gts is None else {"ground_truth": line.gts},
-        steps=[line.step] if line.step else [],
-    )

@@ -1,7 +1,7 @@
 """TokenDecoder: decodes and searches token ids."""
 
 import codecs
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -72,7 +72,11 @@ class TokenDecoder:
         pieces = [b""] * (max(vocabulary.values(), default=-1) + 2)
         added = self._tokenizer.get_added_tokens_decoder()
         is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
-        byte_of = _byte_characters() if is_byte_level else {}
+        # Byte-level vocabularies spell each byte as a character: printable ones as themselves, the rest shifted.
+        alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+        plain = [byte for byte in range(256) if chr(byte) in alphabet]
+        byte_of = {chr(byte): byte for byte in plain}
+        byte_of |= {chr(_FIRST_SHIFTED + index): byte for index, byte in enumerate(sorted({*range(256)} - {*plain}))}
         for token, number in vocabulary.items():
             if number in added:
                 pieces[number] = added[number].content.encode()
@@ -119,35 +123,22 @@ def find_decoder(given: Path | None, *, candidates: list[Path]) -> TokenDecoder 
     return TokenDecoder(path)
 
 
-def _byte_characters() -> dict[str, int]:
-    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    plain = [byte for byte in range(256) if chr(byte) in alphabet]
-    shifted = sorted(set(range(256)) - set(plain))
-    return {chr(byte): byte for byte in plain} | {
-        chr(_FIRST_SHIFTED + index): byte for index, byte in enumerate(shifted)
-    }
-
-
 def find_text(dataset: ds.Dataset, text: str, decoder: TokenDecoder, *, is_cancelled: Callable[[], bool]) -> np.ndarray:
     """Return whether the decoded tokens of each row contain `text`, bool[N].
 
     Raises SearchCancelledError, pa.ArrowException, OSError.
     """
     masks = [np.empty(0, dtype=bool)]
-    for tokens in _chunks(dataset):
-        if is_cancelled():
-            raise SearchCancelledError(f"the search for {text!r} was given up.")
-        masks.append(_search(tokens, text, decoder))
-    return np.concatenate(masks)
-
-
-def _chunks(dataset: ds.Dataset) -> Iterator[pa.ListArray]:
     for batch in dataset.to_batches(columns=["token_ids"], batch_size=_ROWS_AT_ONCE):
         tokens = batch.column(0)
         # `batch_size` bounds batches of short rows; split long rows further.
         parts = max(1, -(-len(tokens.flatten()) // _TOKENS_AT_ONCE))
         size = max(1, -(-len(tokens) // parts))
-        yield from (tokens.slice(start, size) for start in range(0, len(tokens), size))
+        for start in range(0, len(tokens), size):
+            if is_cancelled():
+                raise SearchCancelledError(f"the search for {text!r} was given up.")
+            masks.append(_search(tokens.slice(start, size), text, decoder))
+    return np.concatenate(masks)
 
 
 def _search(tokens: pa.ListArray, text: str, decoder: TokenDecoder) -> np.ndarray:

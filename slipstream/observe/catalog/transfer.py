@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -70,22 +70,16 @@ def _write_lines(found: Iterable[StoredTrajectory], file: BinaryIO, decode: Deco
     encoder = msgspec.json.Encoder(enc_hook=np.ndarray.tolist)
     count = 0
     for stored in found:
-        file.write(encoder.encode(_record(stored, decode)) + b"\n")
+        trajectory, texts = stored.trajectory, {}
+        if decode:
+            first = int(trajectory.model_mask.argmax())
+            texts = {"prompt": decode(trajectory.token_ids[:first]), "response": decode(trajectory.token_ids[first:])}
+        outcome = {"outcome": stored.state} | {key: getattr(stored, key) for key in ("reason", "steps", "archived_at")}
+        arrays = {name: {"dtype": array.dtype.name, "values": array} for name, array in trajectory.arrays.items()}
+        more = {"arrays": arrays, "schema_version": SCHEMA_VERSION}
+        file.write(encoder.encode(msgspec.structs.asdict(trajectory) | more | outcome | texts) + b"\n")
         count += 1
     return count
-
-
-def _record(stored: StoredTrajectory, decode: Decode | None) -> dict[str, Any]:
-    trajectory = stored.trajectory
-    texts = {}
-    if decode:
-        mask = trajectory.model_mask
-        first = int(mask.argmax())
-        texts = {"prompt": decode(trajectory.token_ids[:first]), "response": decode(trajectory.token_ids[first:])}
-    outcome = {"outcome": stored.state} | {name: getattr(stored, name) for name in ("reason", "steps", "archived_at")}
-    arrays = {name: {"dtype": array.dtype.name, "values": array} for name, array in trajectory.arrays.items()}
-    more = {"arrays": arrays, "schema_version": SCHEMA_VERSION}
-    return msgspec.structs.asdict(trajectory) | more | outcome | texts
 
 
 _SHARD_BYTES = 256 * 2**20
@@ -104,8 +98,15 @@ def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Importe
 
     Raises ConfigError, also for the first invalid line.
     """
-    _check_target(where, runs_dir)
     into = Path(where)
+    is_run = "://" in where or any((folder / "config.yaml").is_file() for folder in (into, runs_dir / where))
+    train = "train on it beside the run's own prompts with replay_mix.archive=ARCHIVE"
+    why = f"import into a folder of its own, and {train}, or alone with mode=replay replay.path=ARCHIVE"
+    require(not is_run, "--into", "be an archive to be made", got=f"{where}, a run that has a store", why=why)
+    why = "choose another name; to join archives, export each and name all the files"
+    require(not into.exists(), "--into", "not exist yet", got=where, why=why)
+    if not into.parent.is_dir():
+        raise ConfigError(f"--into must lie in a folder that exists, got {where}.")
     found = chain.from_iterable(map(read_rollouts, files))
     # Evaluation answers are never trained on.
     groups = _grouped(each for each in found if each.stored.state != "evaluated")
@@ -174,17 +175,6 @@ def _chunks(groups: Iterator[StoredGroup]) -> Iterator[list[StoredGroup]]:
             chunk, num_bytes = [], 0
     if chunk:
         yield chunk
-
-
-def _check_target(where: str, runs_dir: Path) -> None:
-    is_run = "://" in where or any((folder / "config.yaml").is_file() for folder in (Path(where), runs_dir / where))
-    train = "train on it beside the run's own prompts with replay_mix.archive=ARCHIVE"
-    why = f"import into a folder of its own, and {train}, or alone with mode=replay replay.path=ARCHIVE"
-    require(not is_run, "--into", "be an archive to be made", got=f"{where}, a run that has a store", why=why)
-    why = "choose another name; to join archives, export each and name all the files"
-    require(not Path(where).exists(), "--into", "not exist yet", got=where, why=why)
-    if not Path(where).parent.is_dir():
-        raise ConfigError(f"--into must lie in a folder that exists, got {where}.")
 
 
 _STORAGE_TIMEOUT_S = 60.0

@@ -33,10 +33,9 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.store import NoAnswerError, Store, request_drain, request_generators, request_pause
 from slipstream.configs.base import ConfigError
 from slipstream.observe.catalog.catalog import CatalogQuery
-from slipstream.observe.dashboard.feed import Feed
 from slipstream.observe.dashboard.guard import Guard, find_token
 from slipstream.observe.dashboard.payloads import Trajectories, read_meanings, read_setting_meanings, read_settings
-from slipstream.observe.dashboard.viewed_run import RunLine, ViewedRun
+from slipstream.observe.dashboard.viewed_run import Feed, RunLine, ViewedRun
 from slipstream.runtime.credentials import is_loopback
 from slipstream.runtime.run_folder import find_run, list_runs
 
@@ -157,14 +156,14 @@ class Dashboard:
         return [
             *(Route(path, self._page) for path in pages),
             Mount("/static", StaticFiles(directory=STATIC)),
-            Route("/api/meanings", self._meanings),
-            Route("/api/runs", self._list),
+            Route("/api/meanings", self._reading(read_meanings)),
+            Route("/api/runs", self._reading(self._runs.lines)),
             Route("/api/runs/{run}/series", self._series),
             Route("/api/runs/{run}/stream", self._stream),
             Route("/api/runs/{run}/trajectories", self._list_trajectories),
             Route("/api/runs/{run}/groups/{group}", self._group),
-            Route("/api/runs/{run}/settings", self._settings),
-            Route("/api/runs/{run}/summary", self._summary),
+            Route("/api/runs/{run}/settings", self._reading(lambda reader: read_settings(reader.folder))),
+            Route("/api/runs/{run}/summary", self._reading(lambda reader: reader.summary)),
             Route("/api/runs/{run}/scale", partial(self._act, Scale), methods=["POST"]),
             Route("/api/runs/{run}/drain", partial(self._act, Drain), methods=["POST"]),
             Route("/api/runs/{run}/pause", partial(self._act, Pause), methods=["POST"]),
@@ -183,16 +182,19 @@ class Dashboard:
             feed = self._feeds[reader.id] = Feed(reader)
         return feed
 
+    def _reading(self, read: Callable[..., object]) -> Callable[[Request], Awaitable[Response]]:
+        """Handler that calls `read` in a thread, with the run's reader if the address names a run."""
+
+        async def answer(request: Request) -> Response:
+            given = [self._reader(request)] if "run" in request.path_params else []
+            return _json(await run_sync(read, *given))
+
+        return answer
+
     async def _page(self, request: Request) -> Response:
         if "run" in request.path_params:
             self._reader(request)
         return FileResponse(STATIC / "index.html")
-
-    async def _meanings(self, _: Request) -> Response:
-        return _json(await run_sync(read_meanings))
-
-    async def _list(self, _: Request) -> Response:
-        return _json(await run_sync(self._runs.lines))
 
     async def _series(self, request: Request) -> Response:
         keys = [key for key in request.query_params.get("keys", "").split(",") if key]
@@ -211,9 +213,6 @@ class Dashboard:
         messages = self._feed(request).messages(position, ending=ending)
         # A cancelled stream would be reported as an error.
         return EventSourceResponse(messages, ping=_PING_S, shutdown_event=ending, shutdown_grace_period=_GRACE_S)
-
-    async def _settings(self, request: Request) -> Response:
-        return _json(await run_sync(read_settings, self._reader(request).folder))
 
     async def _list_trajectories(self, request: Request) -> Response:
         reader, asked = self._reader(request), request.query_params
@@ -241,27 +240,19 @@ class Dashboard:
             raise HTTPException(404, f"run {reader.id!r} has no group {group_id!r} here.")
         return _json(found)
 
-    async def _summary(self, request: Request) -> Response:
-        return _json(self._reader(request).summary)
-
     async def _act(self, kind: type[Scale | Pause | Drain], request: Request) -> Response:
-        reader, asked = self._reader(request), await _body(request, kind)
+        reader, body = self._reader(request), b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > _MAX_BODY_BYTES:
+                raise HTTPException(413, f"a body must have <= {_MAX_BODY_BYTES} bytes.")
+        asked = msgspec.json.decode(body, type=kind)
 
         def act() -> object:
             with reader.open_store() as store:
                 return asked.act(store, reader.id)
 
         return _json(await run_sync(act))
-
-
-async def _body(request: Request, kind: type[Any]) -> Any:
-    """Decode a JSON body. Raises msgspec.MsgspecError, HTTPException."""
-    body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _MAX_BODY_BYTES:
-            raise HTTPException(413, f"a body must have <= {_MAX_BODY_BYTES} bytes.")
-    return msgspec.json.decode(body, type=kind)
 
 
 def _json(value: object) -> Response:

@@ -17,8 +17,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slipstream.configs.base import require
-from slipstream.observe.http_guard import host_of, is_equal
-from slipstream.runtime.credentials import MAKE_TOKEN
+from slipstream.runtime.credentials import MAKE_TOKEN, host_of, is_equal
 
 TOKEN_VARIABLE = "SLIPSTREAM_WATCH_TOKEN"
 """By default, each start generates a token."""

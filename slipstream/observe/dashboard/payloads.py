@@ -17,8 +17,7 @@ from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.load import leaves
 from slipstream.configs.schema import settings
 from slipstream.observe.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog
-from slipstream.observe.catalog.detail import TrajectoryDetail
-from slipstream.observe.catalog.rows import CatalogRow
+from slipstream.observe.catalog.rows import CatalogRow, TrajectoryDetail
 from slipstream.observe.dashboard.viewed_run import ViewedRun
 from slipstream.runtime.run_folder import ORIGINS
 

@@ -28,10 +28,9 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.observe.exporter.families import Context, metrics_of, unreachable
 from slipstream.observe.exporter.spans import send_trace
-from slipstream.observe.http_guard import host_of, is_equal
 from slipstream.observe.reader import RunReader
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
-from slipstream.runtime.credentials import find_token, is_loopback
+from slipstream.runtime.credentials import find_token, host_of, is_equal, is_loopback
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.process import on_stop_signal
 from slipstream.runtime.run_folder import find_run

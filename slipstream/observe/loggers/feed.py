@@ -7,14 +7,13 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
 from msgspec.structs import replace
 
-from slipstream.buffer.archive.trajectory_filter import Decode
-from slipstream.buffer.trajectory import Trajectory
 from slipstream.observe.catalog.token_decoder import find_decoder
 from slipstream.observe.loggers.logger import Cell, Entry, RunLogger, numbers_of
 from slipstream.observe.reader import RunReader
@@ -89,22 +88,19 @@ class Delivery:
             self.error = error
             return
         self._call = ""
-        while (entry := self._next()) is not None:
-            self._deliver(logger, entry)
+        while True:
+            with self._changed:
+                # No deadline: an idle logger waits for an entry or for close.
+                self._changed.wait_for(lambda: self._waiting or self._is_closing)
+                if not self._waiting:
+                    break
+                entry = self._waiting.popleft()
+            call = getattr(logger, entry.kind, None)
+            is_sent = self._attempt(entry.kind, call and partial(call, entry.step, *entry.arguments))
+            self.num_sent += is_sent
+            self.num_failed += not is_sent
+            self.cursor = entry.cursor or self.cursor
         self._attempt("close", getattr(logger, "close", None))
-
-    def _next(self) -> Entry | None:
-        with self._changed:
-            # No deadline: an idle logger waits for an entry or for close.
-            self._changed.wait_for(lambda: self._waiting or self._is_closing)
-            return self._waiting.popleft() if self._waiting else None
-
-    def _deliver(self, logger: RunLogger, entry: Entry) -> None:
-        call = getattr(logger, entry.kind, None)
-        is_sent = self._attempt(entry.kind, call and (lambda: call(entry.step, *entry.arguments)))
-        self.num_sent += is_sent
-        self.num_failed += not is_sent
-        self.cursor = entry.cursor or self.cursor
 
     def _attempt(self, name: str, call: Callable[[], object] | None) -> bool:
         """Return whether a call succeeded. A missing method counts as success."""
@@ -156,7 +152,14 @@ class Feed:
         self._clock = clock
         self._cursor = cursor
         self._drawn_at = clock()
-        self._curve = _make_curve(reader, cursor=cursor)
+        # Import matplotlib only for the curve.
+        from slipstream.observe.plot import Curve
+
+        self._curve = Curve(title=reader.config.name)
+        """From the beginning of the run."""
+        rows = reader.changes(after=0).rows if cursor else []
+        self._curve.add(rows[: max(0, len(rows) - len(reader.changes(after=cursor).rows))])
+        self._curve.has_undrawn = False
         self.num_lost = 0
         """Rows that the store dropped before they were read."""
 
@@ -190,26 +193,12 @@ def read_samples(reader: RunReader, step: int, *, limit: int) -> list[list[Cell]
     decode = find_decoder(find_file(reader.config.model.path, "tokenizer.json"), candidates=[])
     entry = replace(entry, group_ids=entry.group_ids[:limit], trajectory_ids=entry.trajectory_ids[:limit])
     members = reader.members(entry)
-    firsts = (members.get(names[0]) for names in entry.trajectory_ids if names)
-    return [_sample(found, decode, step=step, version=entry.version) for found in firsts if found]
-
-
-def _sample(trajectory: Trajectory, decode: Decode | None, *, step: int, version: int) -> list[Cell]:
-    ids, first = trajectory.token_ids, int(trajectory.model_mask.argmax())
-    texts = [decode(part) if decode else str(part.tolist()) for part in (ids[:first], ids[first:])]
-    prompt, answer = (text[:_MAX_TEXT] for text in texts)
-    lag = version - min(span.version for span in trajectory.version_spans)
-    origin: list[Cell] = [step, trajectory.id, trajectory.data_source]
-    return [*origin, prompt, answer, trajectory.reward.total, trajectory.stop_reason, lag]
-
-
-def _make_curve(reader: RunReader, *, cursor: int) -> Any:
-    """A Curve from the beginning of the run."""
-    # Import matplotlib only for the curve.
-    from slipstream.observe.plot import Curve
-
-    curve = Curve(title=reader.config.name)
-    rows = reader.changes(after=0).rows if cursor else []
-    curve.add(rows[: max(0, len(rows) - len(reader.changes(after=cursor).rows))])
-    curve.has_undrawn = False
-    return curve
+    samples: list[list[Cell]] = []
+    for trajectory in filter(None, (members.get(names[0]) for names in entry.trajectory_ids if names)):
+        ids, first = trajectory.token_ids, int(trajectory.model_mask.argmax())
+        texts = [decode(part) if decode else str(part.tolist()) for part in (ids[:first], ids[first:])]
+        prompt, answer = (text[:_MAX_TEXT] for text in texts)
+        lag = entry.version - min(span.version for span in trajectory.version_spans)
+        origin: list[Cell] = [step, trajectory.id, trajectory.data_source]
+        samples.append([*origin, prompt, answer, trajectory.reward.total, trajectory.stop_reason, lag])
+    return samples

@@ -27,8 +27,7 @@ from slipstream.buffer.archive.trajectory_filter import format_conditions, parse
 from slipstream.buffer.errors import ReplayBufferError, SearchCancelledError
 from slipstream.configs.base import ConfigError
 from slipstream.observe.catalog.catalog import Catalog, CatalogQuery, Page, open_catalog
-from slipstream.observe.catalog.detail import TrajectoryDetail
-from slipstream.observe.catalog.rows import CatalogRow
+from slipstream.observe.catalog.rows import CatalogRow, TrajectoryDetail
 from slipstream.observe.viewer.screens import DetailScreen, GroupScreen, HelpScreen, SortScreen
 from slipstream.runtime.command_line import printable
 
@@ -40,13 +39,13 @@ def _number(value: float | None, form: str = "g") -> str:
     return "" if value is None else f"{value:{form}}"
 
 
-def _is_ok(row: CatalogRow) -> bool:
-    return row.reward_status == "ok"
-
-
 COLUMNS: dict[str, tuple[str, int, Callable[[CatalogRow], str]]] = {
     "id": ("id", 22, lambda row: row.id),
-    "reward_total": ("reward", 8, lambda row: _number(row.reward_total, ".3f") if _is_ok(row) else row.reward_status),
+    "reward_total": (
+        "reward",
+        8,
+        lambda row: _number(row.reward_total, ".3f") if row.reward_status == "ok" else row.reward_status,
+    ),
     "prompt": ("prompt", 28, lambda row: row.prompt[-28:]),
     "answer": ("answer", 36, lambda row: row.answer),
     "advantage": ("advantage", 9, lambda row: _number(row.advantage, "+.3f")),

@@ -13,7 +13,7 @@ from textual.widgets.option_list import Option
 
 from slipstream.buffer.archive.trajectory_filter import NAMES
 from slipstream.observe.catalog.catalog import SORTABLE
-from slipstream.observe.catalog.detail import Message, TrajectoryDetail
+from slipstream.observe.catalog.rows import TrajectoryDetail
 from slipstream.runtime.command_line import printable
 
 TOKENS_AT_ONCE = 2048
@@ -181,16 +181,15 @@ def facts_of(detail: TrajectoryDetail, *, name: str, first: int) -> Text:
 
 def messages_of(detail: TrajectoryDetail) -> Text:
     """Return the messages, with roles and token ranges."""
-    return Text("\n\n").join(map(_message, detail.messages))
-
-
-def _message(message: Message) -> Text:
-    end = message.first_token + message.num_tokens - 1
-    reward = "" if message.reward is None else f", reward {message.reward:g}"
-    calls = f", {len(message.calls)} tool call(s)" if message.calls else ""
-    head = f"{printable(message.role)}  tokens {message.first_token}-{end}{reward}{calls}\n"
-    body = printable(message.text) or "(no tokenizer: see the tokens)"
-    return Text.assemble((head, "bold green" if message.is_model else "bold"), body)
+    texts = []
+    for message in detail.messages:
+        end = message.first_token + message.num_tokens - 1
+        reward = "" if message.reward is None else f", reward {message.reward:g}"
+        calls = f", {len(message.calls)} tool call(s)" if message.calls else ""
+        head = f"{printable(message.role)}  tokens {message.first_token}-{end}{reward}{calls}\n"
+        body = printable(message.text) or "(no tokenizer: see the tokens)"
+        texts.append(Text.assemble((head, "bold green" if message.is_model else "bold"), body))
+    return Text("\n\n").join(texts)
 
 
 class GroupScreen(TokenScreen):

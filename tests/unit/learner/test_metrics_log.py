@@ -17,7 +17,7 @@ from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.metrics_log import MetricsLog, StepTokensWriter
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.step_metrics import TokenRecorder
-from slipstream.observe.results import verdict
+from slipstream.observe.terminal import verdict
 from slipstream.runtime.healthy_ranges import RANGES, MetricAlerts, Range
 from slipstream.runtime.run_folder import RunFolder
 from tests.contract.stores import open_run

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.learner.algorithms import find, policy_losses, token_masks
+from slipstream.learner.algorithms import find, policy_losses
 from slipstream.learner.algorithms.inputs import AggregationInputs, MaskInputs
 from tests.unit.learner.inputs import POLICY_LOSSES as LOSSES
 from tests.unit.learner.inputs import checked, find_idle, loss_inputs, whole, wide
@@ -229,7 +229,7 @@ def weighing(name):
 
     def weigh(counts, groups=None):
         groups = torch.arange(len(counts)) // 2 if groups is None else groups
-        return checked(find(f"aggregation.{name}"))(AggregationInputs(counts, groups, LENGTH))
+        return checked(find(f"policy_losses.{name}"))(AggregationInputs(counts, groups, LENGTH))
 
     return weigh
 
@@ -288,16 +288,16 @@ def mask_inputs(log_ratio, advantages, *, sequences=None, learner_logprobs=None,
 
 
 def m2po(log_ratio, advantages, *, threshold, **columns):
-    return checked(token_masks.m2po)(mask_inputs(log_ratio, advantages, **columns), threshold=threshold)
+    return checked(policy_losses.m2po)(mask_inputs(log_ratio, advantages, **columns), threshold=threshold)
 
 
 def opsm(log_ratio, advantages, sequences, *, delta):
-    return checked(token_masks.opsm)(mask_inputs(log_ratio, advantages, sequences=sequences), delta=delta)
+    return checked(policy_losses.opsm)(mask_inputs(log_ratio, advantages, sequences=sequences), delta=delta)
 
 
 def covariance(advantages, logprobs, **columns):
     inputs = mask_inputs(torch.zeros_like(logprobs), advantages, learner_logprobs=logprobs, **columns)
-    return checked(token_masks.covariance)(inputs)
+    return checked(policy_losses.covariance)(inputs)
 
 
 def rising(count, **columns):
@@ -374,7 +374,7 @@ def test_opsm_drops_drifted_sequences_of_negative_advantage_whatever_their_lengt
 
 
 def clip_cov_mask(inputs, *, fraction, low, high):
-    return checked(token_masks.clip_cov_mask)(inputs, fraction=fraction, covariance_low=low, covariance_high=high)
+    return checked(policy_losses.clip_cov_mask)(inputs, fraction=fraction, covariance_low=low, covariance_high=high)
 
 
 def test_clip_cov_draws_its_share_within_the_bounds_repeatably_and_leaves_the_global_random_state_alone():
@@ -393,16 +393,16 @@ def test_clip_cov_draws_its_share_within_the_bounds_repeatably_and_leaves_the_gl
 @pytest.mark.parametrize("fraction", [2e-4, 0.19])
 def test_clip_cov_and_kl_cov_take_one_token_where_their_share_is_less_than_one(fraction):
     assert len(dropped(clip_cov_mask(rising(4), fraction=fraction, low=1.0, high=4.0))) == 1
-    assert checked(token_masks.kl_cov_mask)(rising(4), fraction=fraction).nonzero().flatten().tolist() == [4]
+    assert checked(policy_losses.kl_cov_mask)(rising(4), fraction=fraction).nonzero().flatten().tolist() == [4]
 
 
 def test_kl_cov_takes_the_top_share_and_the_earlier_of_equals_and_none_of_no_candidates():
     assert dropped(clip_cov_mask(rising(4), fraction=2e-4, low=500.0, high=600.0)) == []
     assert dropped(clip_cov_mask(rising(4), fraction=0.0, low=1.0, high=4.0)) == []
-    assert not checked(token_masks.kl_cov_mask)(rising(4), fraction=0.0).any()
+    assert not checked(policy_losses.kl_cov_mask)(rising(4), fraction=0.0).any()
     none_counted = mask_inputs(wide(1, 2), wide(1, 2), is_counted=torch.tensor([False, False]))
-    assert not checked(token_masks.kl_cov_mask)(none_counted, fraction=0.5).any()
-    kl_cov_mask = checked(token_masks.kl_cov_mask)
+    assert not checked(policy_losses.kl_cov_mask)(none_counted, fraction=0.5).any()
+    kl_cov_mask = checked(policy_losses.kl_cov_mask)
     assert kl_cov_mask(rising(4), fraction=0.4).nonzero().flatten().tolist() == [3, 4]
     equal = mask_inputs(wide(3, 3, -6), wide(3, 3, -6), learner_logprobs=wide(3, 3, -6))
     assert kl_cov_mask(equal, fraction=0.7).tolist() == [True, False, True]
@@ -416,4 +416,4 @@ def test_tokens_that_the_correction_rejects_take_no_share_and_move_no_mean():
     assert values[[0, 2, 3]].tolist() == [1.0, 1.0, 0.0]
     values = wide(1, 50, -1, 0)
     inputs = mask_inputs(wide(0, 0, 0, 0), values, learner_logprobs=values, is_counted=is_counted)
-    assert token_masks.kl_cov_mask(inputs, fraction=0.4).tolist() == [True, False, False, False]
+    assert policy_losses.kl_cov_mask(inputs, fraction=0.4).tolist() == [True, False, False, False]

@@ -18,9 +18,9 @@ from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training import model as model_module
 from slipstream.learner.training import saved_model, step_memory
-from slipstream.learner.training.critic import load_value_model
 from slipstream.learner.training.model import load_policy
 from slipstream.learner.training.saved_model import FOLDER, copy_model, save_model
+from slipstream.learner.training.second_model import load_value_model
 from slipstream.learner.training.step_memory import Allocations, layer_input_bytes, step_bytes
 from slipstream.runtime.lora import meta_model
 from tests.families import make_family

@@ -19,8 +19,8 @@ from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.batching.collate import Layout
 from slipstream.learner.engines.engine import ModelEngine
 from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
-from slipstream.learner.training.critic import ValueModel, load_value_model
 from slipstream.learner.training.saved_model import save_model
+from slipstream.learner.training.second_model import ValueModel, load_value_model
 from tests.metric_docs import CRITIC, PROCESS_REWARD, keys_under
 from tests.tiny_model import make_tiny_module, make_tokenizer
 from tests.tolerance import gradient_terms, is_rounding, largest_difference

@@ -15,8 +15,7 @@ import yaml
 from slipstream.cli import main
 from slipstream.cluster import kubernetes
 from slipstream.cluster.kubernetes import ANY_INTERFACE, Manifest, Options, dump, manifests, read_patches, secret
-from slipstream.cluster.recipe import Recipe, read_recipe
-from slipstream.cluster.slurm import sbatch_script
+from slipstream.cluster.recipe import Recipe, read_recipe, sbatch_script
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.generators.__main__ import ignored_settings, split_id

@@ -20,10 +20,9 @@ from slipstream.configs.load import load, provenance
 from slipstream.observe.dashboard import app as module_of_runs
 from slipstream.observe.dashboard import viewed_run
 from slipstream.observe.dashboard.app import Runs, make_app
-from slipstream.observe.dashboard.feed import Feed
 from slipstream.observe.dashboard.guard import _MAX_SESSIONS, KEY_HEADER, TOKEN_VARIABLE, Guard, find_token
 from slipstream.observe.dashboard.payloads import read_settings
-from slipstream.observe.dashboard.viewed_run import ViewedRun
+from slipstream.observe.dashboard.viewed_run import Feed, ViewedRun
 from slipstream.observe.metrics_rows import read_tail
 from slipstream.runtime.credentials import is_loopback
 from slipstream.runtime.run_folder import RunFolder, is_held, list_runs

@@ -15,11 +15,10 @@ from slipstream.buffer.role_reports import PHASES as KNOWN
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.base import ConfigError
 from slipstream.observe import explain as explain_module
-from slipstream.observe.explain import explain, explain_step, explain_version, find_entry
+from slipstream.observe.explain import explain, explain_start, explain_step, explain_version, find_entry, read_stages
 from slipstream.observe.reader import RunReader
 from slipstream.observe.reward_fall import explain_reward, largest_fall
 from slipstream.observe.slowness import PHASES, explain_slowness
-from slipstream.observe.startup import explain_start, read_stages
 from slipstream.runtime.run_folder import STAGES, RunFolder
 from tests.builders import make_finished, make_run, write_archive
 from tests.cases import cases

@@ -27,7 +27,7 @@ from slipstream.observe.exporter.families import FAMILIES, Context, family_of, m
 from slipstream.observe.exporter.spans import ID, read_spans, send_trace
 from slipstream.observe.metrics_rows import Health, MetricsFile, MetricsTable, read_tail
 from slipstream.observe.plot import draw, plot_run, running_mean
-from slipstream.observe.results import draw_results, verdict
+from slipstream.observe.terminal import draw_results, verdict
 from slipstream.runtime.trace import MARKS, SPANS, Trace, merge
 from tests.builders import make_run
 from tests.cases import cases

@@ -21,8 +21,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.generators.tokenization import PromptEncoder
 from slipstream.runtime import images as images_module
 from slipstream.runtime.images import VisionModel, image_id, load_image, open_image, takes_images
-from slipstream.runtime.model_files import ModelFingerprint, check_same_model, fingerprint
-from slipstream.runtime.reasoning import Reasoning, find_reasoning
+from slipstream.runtime.model_files import ModelFingerprint, Reasoning, check_same_model, find_reasoning, fingerprint
 from tests.cases import cases
 from tests.pictures import IMAGE, PLACE, make_picture, make_vision_model
 from tests.tiny_model import make_tiny_model

@@ -19,9 +19,9 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.launch.diagnose import diagnosis, last_run
-from slipstream.launch.diagnose.bundle import secrets_of
 from slipstream.launch.diagnose.diagnosis import Check, choose, find_all, list_checks
 from slipstream.launch.diagnose.inputs import check_data, check_model_folder, check_store, judge_server
+from slipstream.launch.diagnose.last_run import secrets_of
 from slipstream.launch.diagnose.machine import Result
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run

