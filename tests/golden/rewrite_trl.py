@@ -4,7 +4,6 @@ TRL's trainers compute them from fixed numbers in place of a model, a generator,
 tokens hold large values that would show up in every result if they were counted.
 """
 
-import asyncio
 import itertools
 import json
 import math
@@ -22,8 +21,6 @@ from torch import Tensor
 try:
     import trl
     from accelerate import Accelerator
-    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
-    from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
     from trl.experimental.gkd.gkd_trainer import GKDTrainer
     from trl.experimental.gmpo.gmpo_config import GMPOConfig
     from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
@@ -215,60 +212,7 @@ def losses(batch: dict[str, Any]) -> dict[str, Any]:
     fresh = batch | {"learner_logprobs": batch["start_logprobs"], "tools": []}  # RLOOTrainer does not support tools
     for name, beta in (("rloo", 0.0), ("rloo_kl", 0.1)):
         found[name] = loss_and_gradients(fresh, kind=Rloo, config=RLOOConfig, normalize_advantages=False, beta=beta)
-    found["async_grpo"] = async_grpo(batch)
     return found
-
-
-def async_grpo(batch: dict[str, Any]) -> dict[str, Any]:
-    """PPO-clip around the generator's policy, with advantages computed per group."""
-    groups = torch.tensor(batch["rewards"]).view(-1, batch["group_size"])
-    advantages = torch.tensor([asyncio.run(async_advantages(group.tolist())) for group in groups]).flatten()
-    per_token = advantages.repeat_interleave(torch.tensor(LENGTHS))
-    num_tokens = len(per_token)
-    learner = torch.tensor(batch["learner_logprobs"], requires_grad=True)
-    flat, nothing = torch.arange(num_tokens)[None], -torch.ones(1, 1, dtype=torch.long)
-    inputs = {
-        **dict.fromkeys(("input_ids", "position_ids", "shift_labels", "token_index"), flat),
-        **dict.fromkeys(("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"), nothing),
-        "attention_mask": torch.ones(1, num_tokens),
-        "old_log_probs": torch.tensor(batch["generator_logprobs"])[None],
-        "advantages": per_token[None],
-        "segment_id": torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None],
-        **dict.fromkeys(("global_n_tokens", "global_n_forward_tokens", "mean_seq_len"), torch.tensor([num_tokens])),
-        "tree_max_seqlens": torch.tensor([[1, 1]]),
-    }
-    trainer = SimpleNamespace(
-        accelerator=Accelerator(cpu=True),
-        epsilon_low=0.2,
-        epsilon_high=0.28,
-        aux_loss_enabled=False,
-        current_gradient_accumulation_steps=1,
-        _metrics={"train": defaultdict(list)},
-        **{f"_step_{name}": 0.0 for name in ("forward_tokens", "trained_tokens", "seq_len_weighted", "samples")},
-        _step_forward_s=0.0,
-    )
-    output = SimpleNamespace(log_probs=learner[None], entropy=torch.zeros(1, num_tokens))
-    torch.set_default_dtype(torch.float32)  # its metrics assume float32
-    loss = AsyncGRPOTrainer.compute_loss(trainer, lambda **_: output, inputs)
-    torch.set_default_dtype(torch.float64)
-    return {"loss": loss, "gradient": torch.autograd.grad(loss, learner)[0]}
-
-
-async def async_advantages(rewards: list[float]) -> list[float]:
-    """Advantages of one group."""
-    size = len(rewards)
-    sequence = SimpleNamespace(input_ids=[], completion_mask=[], old_log_probs=[])
-    group = SimpleNamespace(
-        **dict.fromkeys(("prompts", "completions", "completions_ids"), [None] * size),
-        **dict.fromkeys(("tool_call_counts", "tool_failure_counts"), [0] * size),
-        completions_sequences=[[sequence]] * size,
-        reward_kwargs={},
-        model_version=0,
-        group_id=0,
-    )
-    asked = {"reward_funcs": [lambda **_: rewards], "reward_func_names": ["reward"]}
-    loop = SimpleNamespace(**asked, _env_reward_types=[], _provides_rollout_reward=False)
-    return [sample.advantage for sample in await _AsyncRolloutLoop._score_group(loop, group)]
 
 
 def advantages(batch: dict[str, Any]) -> dict[str, Any]:

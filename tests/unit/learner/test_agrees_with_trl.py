@@ -27,7 +27,7 @@ from tests.unit.learner.inputs import advantage_inputs
 
 TRL = json.loads((Path(__file__).parents[2] / "golden" / "trl_1_16.json").read_text(encoding="utf-8"))
 BATCH, LENGTHS = TRL["batch"], TRL["batch"]["lengths"]
-SIZE, NUM_SEQUENCES, NUM_TOKENS = BATCH["group_size"], len(LENGTHS), sum(LENGTHS)
+SIZE, NUM_SEQUENCES = BATCH["group_size"], len(LENGTHS)
 SEQUENCES = torch.arange(NUM_SEQUENCES).repeat_interleave(torch.tensor(LENGTHS))
 TRUNCATED = (1, 5)
 CLIP = losses.PpoClipConfig(clip_low=0.2, clip_high=0.28)
@@ -142,8 +142,6 @@ SAME = {
         entropy_coef=0.05,
     ),
     "dapo_truncated": make_config(loss_aggregation="token_mean", reward=RewardShapingConfig(mask_truncated=True)),
-    # TRL's only trainer with population deviations
-    "async_grpo": make_config(advantage=make_grpo(1e-8), proximal="generator", loss_aggregation="token_mean"),
     # What the mask drops keeps its KL.
     "kl_masked": make_config(correction=UNBOUNDED, masks=[losses.OpsmConfig(delta=0.29)], kl=KlConfig(0.1)),
 }
