@@ -46,11 +46,13 @@ WITH_STATE = AlgorithmConfig(advantage=MovingBaselineConfig(), kl=ADAPTIVE)
 WITH_CRITIC = AlgorithmConfig(advantage=GaeConfig(lam=0.95), critic=CRITIC)
 WITH_PROCESS_REWARD = AlgorithmConfig(advantage=PrimeConfig(), process_reward=PROCESS_REWARD)
 RESUMED = {
-    **{f"engine-{number}": (engine, AlgorithmConfig(), None) for number, engine in enumerate(ENGINES)},
+    "torch": (ENGINES[0], AlgorithmConfig(), None),
+    "zero-3": (zero(3), AlgorithmConfig(), None),
     "state of the objective": (ENGINES[0], WITH_STATE, None),
-    **{f"adapter-{stage}": (zero(stage), AlgorithmConfig(), LoraConfig(rank=4)) for stage in (2, 3)},
-    **{f"critic-{index}": (ENGINES[index], WITH_CRITIC, None) for index in (0, 3, 4)},
-    **{f"process-reward-{index}": (ENGINES[index], WITH_PROCESS_REWARD, None) for index in (0, 3, 4)},
+    "adapter-3": (zero(3), AlgorithmConfig(), LoraConfig(rank=4)),
+    "critic-0": (ENGINES[0], WITH_CRITIC, None),
+    "critic-2": (zero(2), WITH_CRITIC, None),
+    "process-reward-3": (zero(3), WITH_PROCESS_REWARD, None),
 }
 
 
@@ -217,10 +219,9 @@ class Moments:
             self.state[master] = {**fields, "step": torch.tensor(3.0)} if is_filled else {}
 
 
-def flat_shards(*, rank, num_ranks, align=2):
+def flat_shards(*, rank, num_ranks):
     """One flat tensor of all parameters, cut into equal parts and padded at the end."""
-    whole = sum(SIZES.values())
-    length = -(-whole // (align * num_ranks)) * align
+    length = -(-sum(SIZES.values()) // (2 * num_ranks)) * 2
     master, shards, begin = torch.zeros(length), [], 0
     for name, size in SIZES.items():
         first, end = max(begin, rank * length), min(begin + size, (rank + 1) * length)
@@ -230,22 +231,6 @@ def flat_shards(*, rank, num_ranks, align=2):
     return shards
 
 
-def padded_shards(*, rank, num_ranks):
-    """Each parameter cut into equal padded parts, in two flat tensors."""
-    shards = []
-    for names in (list(SIZES)[:3], list(SIZES)[3:]):
-        lengths = [-(-SIZES[name] // num_ranks) for name in names]
-        master, offset = torch.zeros(sum(lengths)), 0
-        for name, length in zip(names, lengths, strict=True):
-            if (size := min(length, SIZES[name] - rank * length)) > 0:
-                shards.append(Shard(name, rank * length, size, master, offset))
-            offset += length
-    return shards
-
-
-LAYOUTS = [(cut, ranks) for cut in (flat_shards, padded_shards) for ranks in (1, 2, 3, 8)]
-
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -253,9 +238,9 @@ def true_moments(field, name):
     return torch.arange(SIZES[name]) + 1000.0 * list(SIZES).index(name) + 0.25 * ("weight", *MOMENTS).index(field)
 
 
-def write_layout(folder, cut, num_ranks):
+def write_shards(folder, num_ranks):
     for rank in range(num_ranks):
-        shards = cut(rank=rank, num_ranks=num_ranks)
+        shards = flat_shards(rank=rank, num_ranks=num_ranks)
         optimizer = Moments([shard.master for shard in shards], is_filled=True)
         for name, begin, size, master, offset in shards:
             tensors = {"weight": master} | optimizer.state[master]
@@ -265,14 +250,14 @@ def write_layout(folder, cut, num_ranks):
 
 
 def test_every_division_into_ranks_is_read_by_every_other(tmp_path):
-    for number, (cut, num_ranks) in enumerate(LAYOUTS):
-        folder = tmp_path / str(number)
+    for num_ranks in (1, 2, 3, 8):
+        folder = tmp_path / str(num_ranks)
         folder.mkdir()
-        write_layout(folder, cut, num_ranks)
-        for other, num_readers in LAYOUTS:
+        write_shards(folder, num_ranks)
+        for num_readers in (1, 2, 3, 8):
             seen = dict.fromkeys(SIZES, 0)
             for rank in range(num_readers):
-                shards = other(rank=rank, num_ranks=num_readers)
+                shards = flat_shards(rank=rank, num_ranks=num_readers)
                 optimizer = Moments([shard.master for shard in shards], is_filled=False)
                 restore_shards(folder, shards, optimizer, names=SIZES)
                 for name, begin, size, master, offset in shards:
@@ -311,13 +296,13 @@ def forget_layout(pieces, _key):
     ids=["shifted", "cut short", "no count", "another model", "from before layouts could change"],
 )
 def test_moments_that_do_not_fit_are_refused(tmp_path, damage, message):
-    write_layout(tmp_path, flat_shards, 2)
+    write_shards(tmp_path, 2)
     path = tmp_path / "optimizer-rank-1.safetensors"
     pieces = load_file(path)
     key = next(key for key in pieces if key.startswith("exp_avg/0/"))
     damage(pieces, key)
     save_file(pieces, path)
-    shards = padded_shards(rank=0, num_ranks=1)
+    shards = flat_shards(rank=0, num_ranks=1)
     optimizer = Moments([shard.master for shard in shards], is_filled=False)
     with pytest.raises(CheckpointError, match=message) as caught:
         restore_shards(tmp_path, shards, optimizer, names=SIZES)

@@ -11,9 +11,7 @@ from slipstream.configs.algorithm import AdaptiveKlConfig, AlgorithmConfig, Corr
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import LoraConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
-from slipstream.configs.policy_losses import ReinforceConfig
 from slipstream.learner.errors import CheckpointError, DivergenceError
-from slipstream.learner.publishing.staging import canary_token_ids
 from slipstream.learner.training.model import load_policy
 from slipstream.learner.training.saved_model import save_model
 from slipstream.runtime.lora import ADAPTER_FILE
@@ -23,7 +21,6 @@ from tests.tiny_model import make_tokenizer
 from tests.tolerance import gradient_terms, is_rounding, largest_difference
 from tests.unit.learner.builders import (
     CPU,
-    VOCABULARY,
     documented,
     load,
     make_alone,
@@ -103,9 +100,10 @@ def test_batches_without_a_trainable_token_change_nothing_and_masked_tokens_may_
     assert coefficients[2] != 0.1
 
 
-@pytest.mark.parametrize("budget", [64, 8192])
-def test_numbers_of_tokens_are_those_of_the_policy_before_the_step(tmp_path, budget):
-    run = make_run(make_model(tmp_path), learner={"tokens_per_microbatch": budget})
+@pytest.mark.parametrize(("budget", "proximal"), [(64, "reuse"), (8192, "recompute")])
+def test_numbers_of_tokens_are_those_of_the_policy_before_the_step(tmp_path, budget, proximal):
+    learner = {"tokens_per_microbatch": budget}
+    run = make_run(make_model(tmp_path), learner=learner, algorithm=AlgorithmConfig(proximal=proximal))
     groups = make_groups(num_groups=4)
     groups[0][1] = msgspec.structs.replace(groups[0][1], reward=Reward(total=0.0, status="error"))
     trainer = make_trainer(run)
@@ -176,19 +174,11 @@ def test_updates_follow_the_schedule_and_the_effective_sample_size(tmp_path):
     assert moved[1] == pytest.approx(scale * moved[0], rel=0.01)
 
 
-def test_recomputing_and_reusing_the_proximal_policy_agree_and_the_reference_holds_the_learner_back(tmp_path):
+def test_recomputing_and_reusing_the_proximal_policy_agree(tmp_path):
     path, batches = make_model(tmp_path), [make_groups(seed=i) for i in range(2)]
     results = [train(make_run(path, algorithm=AlgorithmConfig(proximal=p)), batches) for p in ("recompute", "reuse")]
     assert results[0][0] == results[1][0]
     assert largest_difference(results[0][1], results[1][1]) == 0
-    path, batches = make_model(tmp_path), [make_groups(seed=0)] * 8
-    learner, divergence = {"optimizer": OptimizerConfig(learning_rate=3e-3), "max_steps": 8}, {}
-    for coefficient in (0.001, 3.0):
-        algorithm = AlgorithmConfig(kl=KlConfig(coefficient))
-        metrics, _ = train(make_run(path, learner=learner, algorithm=algorithm), batches)
-        assert metrics[0]["learner/reference_kl"] == 0
-        divergence[coefficient] = metrics[-1]["learner/reference_kl"]
-    assert 0 <= divergence[3.0] < 0.5 * divergence[0.001]
 
 
 def own_logprobs(trainer, trajectory):
@@ -200,20 +190,6 @@ def own_logprobs(trainer, trajectory):
 
 def as_sampled_now(trainer, trajectories):
     return [msgspec.structs.replace(each, generator_logprobs=own_logprobs(trainer, each)) for each in trajectories]
-
-
-@pytest.mark.parametrize("algorithm", [AlgorithmConfig(), AlgorithmConfig(policy_loss=ReinforceConfig())])
-def test_rewarded_answers_become_likelier_and_others_less_likely(tmp_path, algorithm):
-    learner = {"optimizer": OptimizerConfig(learning_rate=1e-3), "max_steps": 20}
-    trainer = make_trainer(make_run(make_model(tmp_path), learner=learner, algorithm=algorithm))
-    good = make_response(0, 0, response=(5, 6, 7, 1), reward=1.0)
-    bad = make_response(0, 1, response=(9, 8, 7, 1), reward=0.0)
-    before = [own_logprobs(trainer, each).sum() for each in (good, bad)]
-    for step in range(20):
-        trainer.step([as_sampled_now(trainer, [good, bad])], learner_version=0, step=step + 1)
-    after = [own_logprobs(trainer, each).sum() for each in (good, bad)]
-    assert after[0] > before[0] + 0.5
-    assert after[1] < before[1] - 0.5
 
 
 def test_fresh_trajectories_have_ratio_one_and_equal_rewards_move_nothing(tmp_path):
@@ -230,15 +206,6 @@ def test_fresh_trajectories_have_ratio_one_and_equal_rewards_move_nothing(tmp_pa
     assert metrics["learner/grad_norm"] == 0
     assert metrics["learner/advantage_zero_fraction"] == 1
     assert largest_difference(before, weights(trainer)) == 0
-
-
-def test_the_canary_sequences_depend_on_the_seed_alone():
-    run = make_run("model")
-    first, again = (canary_token_ids(run, vocab_size=VOCABULARY) for _ in range(2))
-    assert first.shape == (4, 16)
-    assert (first == again).all()
-    other = msgspec.structs.replace(run, seed=run.seed + 1)
-    assert (first != canary_token_ids(other, vocab_size=VOCABULARY)).any()
 
 
 PROMPT = torch.tensor([[4, 8, 2, 9, 5, 6, 7, 3]])
