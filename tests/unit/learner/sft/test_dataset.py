@@ -250,13 +250,6 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path):
         read_train(run)
 
 
-def test_every_assistant_turn_is_trained_and_the_rest_is_context():
-    turns = [("user", "1+2"), ("assistant", "3"), ("tool", "9"), ("assistant", "4"), ("user", "ok")]
-    texts = ["system=sum<eos>+user=1+2<eos>+assistant=", "3<eos>+", "tool=9<eos>+assistant=", "4<eos>+"]
-    pieces = [Piece(text, is_model=number % 2 == 1) for number, text in enumerate(texts)]
-    assert chat_pieces(conversation(("system", "sum"), *turns), tokenizer=chat_tokenizer()) == pieces
-
-
 def test_the_tokens_are_those_of_the_whole_conversation_and_none_after_an_end_token_is_trained():
     tokenizer, messages = chat_tokenizer(), [*ANSWERED, *conversation(("user", "4"), ("assistant", "5"))]
     found = tokenize(chat_pieces(messages, tokenizer=tokenizer), tokenizer=tokenizer, end_ids=[1])
@@ -288,11 +281,6 @@ def test_each_turn_is_trained_up_to_the_first_end_token_of_the_model(tmp_path, t
     assert [tokenizer.decode(part[mask]) for part, mask in zip(parts, masks, strict=True)] == trained
     (Path(run.model.path) / "generation_config.json").unlink()
     assert read_train(run).demonstrations[0].model_mask.tolist() == found.model_mask.tolist()
-
-
-def test_the_first_token_is_never_trained_because_nothing_predicts_it():
-    demonstration = tokenize([Piece("21", is_model=True)], tokenizer=make_tokenizer(), end_ids=[1])
-    assert demonstration.trained.tolist() == [1, 2]
 
 
 def test_a_conversation_has_pieces_unless_its_assistant_says_nothing_and_calls_nothing():
