@@ -21,6 +21,7 @@ from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.training.objective import Objective
 from slipstream.learner.training.step_metrics import StepMetrics
+from tests.cases import cases
 from tests.tolerance import largest_difference
 from tests.unit.learner import builders
 from tests.unit.learner.builders import examples, make_groups, make_model, make_run, make_trainer, weights
@@ -120,12 +121,10 @@ def test_several_updates_of_a_step_work_too(tmp_path, name):
     assert metrics[0]["learner/updates"] == (1 if name == "rejected" else 2)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "complaint"),
-    [
-        ({"advantage": advantages.CustomAdvantageConfig(f"{OWN}missing")}, "has no 'missing'"),
-        ({"policy_loss": policy_losses.CustomPolicyLossConfig("no_such_module:loss")}, "no module 'no_such_module'"),
-    ],
+@cases(
+    "algorithm, complaint",
+    ({"advantage": advantages.CustomAdvantageConfig(f"{OWN}missing")}, "has no 'missing'"),
+    ({"policy_loss": policy_losses.CustomPolicyLossConfig("no_such_module:loss")}, "no module 'no_such_module'"),
 )
 def test_a_users_function_that_is_not_there_is_reported_before_anything_is_built(tmp_path, algorithm, complaint):
     with pytest.raises(ConfigError, match=f"function.*{complaint}"):

@@ -15,6 +15,7 @@ from slipstream.learner.metrics_log import MetricsLog, StepTokensWriter
 from slipstream.observe.results import verdict
 from slipstream.runtime.healthy_ranges import RANGES, MetricAlerts, Range
 from slipstream.runtime.run_folder import RunFolder
+from tests.cases import cases
 from tests.contract.stores import open_run
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
@@ -196,14 +197,12 @@ def test_patience_is_in_steps_in_a_row_and_ranges_depend_on_stale_tokens_and_cor
     assert len(Watched(Range(low=0.1, min_wrong=0.1)).check(0.05)) == 1, "correctness is not known"
 
 
-@pytest.mark.parametrize(
-    ("values", "num_steps"),
-    [
-        ({"learner/advantage_zero_fraction": 1.0}, 2),
-        ({"learner/truncated_fraction": 1.0}, 2),
-        ({"learner/entropy": 0.05, "learner/correct_fraction": 0.5}, 3),
-        ({"learner/correct_fraction": 0.0, "learner/reward_mean": 0.4}, 20),
-    ],
+@cases(
+    "values, num_steps",
+    ({"learner/advantage_zero_fraction": 1.0}, 2),
+    ({"learner/truncated_fraction": 1.0}, 2),
+    ({"learner/entropy": 0.05, "learner/correct_fraction": 0.5}, 3),
+    ({"learner/correct_fraction": 0.0, "learner/reward_mean": 0.4}, 20),
 )
 def test_what_beginners_get_wrong_is_told_within_a_few_steps(values: dict[str, float], num_steps: int):
     texts: list[str] = []

@@ -6,6 +6,7 @@ import torch
 
 from slipstream.learner.algorithms import find, importance
 from slipstream.learner.algorithms.inputs import RatioInputs
+from tests.cases import cases
 from tests.unit.learner.inputs import checked, over_ratios
 
 names = ("token_ratio", "token_log_ratio", "truncate", "mask", "normalize", "effective_sample_size")
@@ -101,13 +102,11 @@ def test_the_effective_sample_size_lies_between_one_over_n_and_one(weights, expe
     assert effective_sample_size(torch.tensor(weights, dtype=torch.float32)).item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("ess", "settings", "expected"),
-    [
-        *((1.0, {"floor": 0.1}, 1.0), (0.25, {"floor": 0.1}, 0.5), (0.25, {"power": 1.0, "floor": 0.1}, 0.25)),
-        *((ess, {"floor": 0.1}, 0.1) for ess in (0.0, 1e-9, -1.0, math.nan)),
-        (1.0000001, {"floor": 0.0}, 1.0),
-    ],
+@cases(
+    "ess, settings, expected",
+    *((1.0, {"floor": 0.1}, 1.0), (0.25, {"floor": 0.1}, 0.5), (0.25, {"power": 1.0, "floor": 0.1}, 0.25)),
+    *((ess, {"floor": 0.1}, 0.1) for ess in (0.0, 1e-9, -1.0, math.nan)),
+    (1.0000001, {"floor": 0.0}, 1.0),
 )
 def test_the_learning_rate_follows_the_root_of_the_sample_size_from_its_floor_to_one(ess, settings, expected):
     assert importance.ess_learning_rate_scale(ess, **settings) == expected
@@ -145,19 +144,17 @@ REJECTIONS = {
 every_rejection = pytest.mark.parametrize("name", REJECTIONS)
 
 
-@pytest.mark.parametrize(
-    ("over", "ratios", "kept"),
-    [
-        ("token", (1.5, 3, 0.6, 0.3), [True, False, True, False]),
-        ("sum", (1.5, 3, 0.6, 0.3), [False] * 4),  # 4.5, 0.18
-        ("mean", (1.5, 3, 0.6, 0.3), [False] * 4),  # 2.12, 0.42
-        # Tokens of a sequence make up for each other.
-        ("token", (4, 0.25, 1.9, 1.9), [False, False, True, True]),
-        ("sum", (4, 0.25, 1.9, 1.9), [True, True, False, False]),
-        ("mean", (4, 0.25, 1.9, 1.9), [True] * 4),
-        # The bounds are inside.
-        ("token", (2, 0.5, 1, 1), [True] * 4),
-    ],
+@cases(
+    "over, ratios, kept",
+    ("token", (1.5, 3, 0.6, 0.3), [True, False, True, False]),
+    ("sum", (1.5, 3, 0.6, 0.3), [False] * 4),  # 4.5, 0.18
+    ("mean", (1.5, 3, 0.6, 0.3), [False] * 4),  # 2.12, 0.42
+    # Tokens of a sequence make up for each other.
+    ("token", (4, 0.25, 1.9, 1.9), [False, False, True, True]),
+    ("sum", (4, 0.25, 1.9, 1.9), [True, True, False, False]),
+    ("mean", (4, 0.25, 1.9, 1.9), [True] * 4),
+    # The bounds are inside.
+    ("token", (2, 0.5, 1, 1), [True] * 4),
 )
 def test_k1_by_hand(over, ratios, kept):
     found = keep_k1(torch.tensor(ratios).log(), SEQUENCES, num_sequences=3, over=over, low=0.5, high=2.0)

@@ -7,6 +7,7 @@ from jaxtyping import jaxtyped
 
 from slipstream.learner.algorithms import distillation, kl
 from slipstream.learner.algorithms.inputs import KlInputs
+from tests.cases import cases
 from tests.unit.learner.inputs import checked
 
 POLICY = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
@@ -111,14 +112,12 @@ def test_the_exact_divergence_is_the_sum_over_possible_tokens():
     assert torch.autograd.grad(value.sum(), logits)[0].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("measured", "num_sequences", "factor"),
-    [
-        *((6.6, 100, 1.01), (5.4, 100, 0.99), (6.0, 100, 1.0)),
-        # No measurement moves it further than a fifth of its share, and no number of sequences to zero.
-        *((600.0, 100, 1.02), (math.inf, 100, 1.02), (0.0, 100, 0.98), (-50.0, 100, 0.98), (0.0, 1_000_000, 0.8)),
-        (math.nan, 100, 1.0),
-    ],
+@cases(
+    "measured, num_sequences, factor",
+    *((6.6, 100, 1.01), (5.4, 100, 0.99), (6.0, 100, 1.0)),
+    # No measurement moves it further than a fifth of its share, and no number of sequences to zero.
+    *((600.0, 100, 1.02), (math.inf, 100, 1.02), (0.0, 100, 0.98), (-50.0, 100, 0.98), (0.0, 1_000_000, 0.8)),
+    (math.nan, 100, 1.0),
 )
 def test_the_adaptive_coefficient_by_hand(measured, num_sequences, factor):
     settings = {"target": 6.0, "num_sequences": num_sequences, "horizon": 1000}

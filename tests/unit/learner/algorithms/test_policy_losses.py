@@ -8,6 +8,7 @@ import torch
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.learner.algorithms import find, policy_losses, token_masks
 from slipstream.learner.algorithms.inputs import AggregationInputs, MaskInputs
+from tests.cases import cases
 from tests.unit.learner.inputs import POLICY_LOSSES as LOSSES
 from tests.unit.learner.inputs import checked, find_idle, loss_inputs, whole, wide
 
@@ -284,21 +285,19 @@ def dropped(mask: torch.Tensor) -> list[int]:
     return (~mask).nonzero().flatten().tolist()
 
 
-@pytest.mark.parametrize(
-    ("log_ratio", "advantages", "threshold", "expected"),
-    [
-        ((3, -2, 1, 0), (1, -1, -1, 1), math.inf, []),
-        ((3, -2, 1, 0), (1, -1, -1, 1), 0.0, [0, 1]),
-        # Only tokens that move away with their advantage are candidates.
-        ((3, -3, 3, -3, 3), (1, 1, -1, -1, 0), 0.04, [0, 3]),
-        # The mean is over the candidates left. Squares .25, .01, .16, .01: means of the smallest .01, .01, .06, .1075.
-        *(
-            ((0.5, 0.1, 0.4, 0.1), (1, 1, 1, 1), threshold, expected)
-            for threshold, expected in ((0.11, []), (0.1, [0]), (0.07, [0]), (0.05, [0, 2]), (0.005, [0, 1, 2, 3]))
-        ),
-        # A mean equal to the threshold is kept.
-        ((0.5, 0.5), (1, 1), 0.25, []),
-    ],
+@cases(
+    "log_ratio, advantages, threshold, expected",
+    ((3, -2, 1, 0), (1, -1, -1, 1), math.inf, []),
+    ((3, -2, 1, 0), (1, -1, -1, 1), 0.0, [0, 1]),
+    # Only tokens that move away with their advantage are candidates.
+    ((3, -3, 3, -3, 3), (1, 1, -1, -1, 0), 0.04, [0, 3]),
+    # The mean is over the candidates left. Squares .25, .01, .16, .01: means of the smallest .01, .01, .06, .1075.
+    *(
+        ((0.5, 0.1, 0.4, 0.1), (1, 1, 1, 1), threshold, expected)
+        for threshold, expected in ((0.11, []), (0.1, [0]), (0.07, [0]), (0.05, [0, 2]), (0.005, [0, 1, 2, 3]))
+    ),
+    # A mean equal to the threshold is kept.
+    ((0.5, 0.5), (1, 1), 0.25, []),
 )
 def test_m2po_by_hand(log_ratio, advantages, threshold, expected):
     assert dropped(m2po(wide(*log_ratio), wide(*advantages), threshold=threshold)) == expected

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slipstream.learner.algorithms import advantages, segments, token_advantages
+from tests.cases import cases
 from tests.unit.learner.inputs import HALF, advantage_inputs, checked, token_inputs, whole, wide
 
 length_adaptive_lambda = checked(token_advantages.length_adaptive_lambda)
@@ -182,16 +183,14 @@ COLUMNS = {"turns": whole(0, 0, 1, 0, 1, 1), "token_rewards": wide(0, 1, 0, 0, 0
 TWO = advantage_inputs(wide(1, 4), sequences=whole(0, 0, 0, 1, 1, 1), **COLUMNS)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        # With gamma 1/2 the returns are 1 + 0 / 2 and 0 of A, 0 + 4 / 2 and 4 of B.
-        ({"over": "index", "normalize": False}, [-0.5, -0.5, -2, 0.5, 2, 2]),
-        # The mean over all four turns is 1.75.
-        ({"over": "group", "normalize": False}, [-0.75, -0.75, -1.75, 0.25, 2.25, 2.25]),
-        # The deviations are 0.5 and 2.
-        ({"over": "index", "epsilon": 0.5}, [-0.5, -0.5, -0.8, 0.5, 0.8, 0.8]),
-    ],
+@cases(
+    "settings, expected",
+    # With gamma 1/2 the returns are 1 + 0 / 2 and 0 of A, 0 + 4 / 2 and 4 of B.
+    ({"over": "index", "normalize": False}, [-0.5, -0.5, -2, 0.5, 2, 2]),
+    # The mean over all four turns is 1.75.
+    ({"over": "group", "normalize": False}, [-0.75, -0.75, -1.75, 0.25, 2.25, 2.25]),
+    # The deviations are 0.5 and 2.
+    ({"over": "index", "epsilon": 0.5}, [-0.5, -0.5, -0.8, 0.5, 0.8, 0.8]),
 )
 def test_turn_returns_by_hand(settings, expected):
     assert turn_returns(TWO, gamma=0.5, **settings).tolist() == pytest.approx(expected, abs=1e-12)

@@ -180,16 +180,14 @@ LENGTHENED = LENGTHENED.replace("else '<|im_end|>'", "else '.<|im_end|>'")
 NO_RECORDS = "`tool_calls` must hold a list of records with `function`, a record, got"
 
 
-@pytest.mark.parametrize(
-    ("template", "turns", "complaint"),
-    [
-        (STRIPPED, [REASONED], r"reasoning of a turn, but omits 'A': .*, or write it at the start"),
-        (OTHER, MESSAGES[1:], "with the header that it opens the turn with, but they differ after"),
-        (SHORTENED, [CALL, *RESULT], r"every turn as the last one, but replaces ';<.turn.>': provide the columns"),
-        # The end depends on the text of the turn.
-        (LENGTHENED, MESSAGES[3:] + MESSAGES[2:], r"as the last one, but replaces '!<./turn.>': provide the columns"),
-        *((QWEN3, [CALL | {"tool_calls": calls}], NO_RECORDS) for calls in ("[]", ["add"], [{"function": "add"}])),
-    ],
+@cases(
+    "template, turns, complaint",
+    (STRIPPED, [REASONED], r"reasoning of a turn, but omits 'A': .*, or write it at the start"),
+    (OTHER, MESSAGES[1:], "with the header that it opens the turn with, but they differ after"),
+    (SHORTENED, [CALL, *RESULT], r"every turn as the last one, but replaces ';<.turn.>': provide the columns"),
+    # The end depends on the text of the turn.
+    (LENGTHENED, MESSAGES[3:] + MESSAGES[2:], r"as the last one, but replaces '!<./turn.>': provide the columns"),
+    *((QWEN3, [CALL | {"tool_calls": calls}], NO_RECORDS) for calls in ("[]", ["add"], [{"function": "add"}])),
 )
 def test_what_a_template_cannot_render_is_refused(template: str, turns: list[dict[str, Any]], complaint: str):
     with pytest.raises(ConfigError, match=complaint):
@@ -200,15 +198,13 @@ CHATML = TEMPLATES["chatml"][0]
 
 
 @pytest.mark.parametrize("rest", [[], RESULT], ids=["last turn", "earlier turn"])
-@pytest.mark.parametrize(
-    ("template", "content", "complaint"),
-    [
-        (CHATML, "", "before the end token of a turn, but omits 'add': set model.chat_template"),
-        (GPT_OSS, "", "omits ('add'|one)"),
-        # Nemotron Nano 2: ends the turn between its text and its calls
-        (CALLS.replace("{% for c", "{{ '<|turn|>\n' if m.content }}{% for c"), "12", "omits 'add'"),
-        (INSTEAD, "<think>\nA\n</think>\n\n12", "the reasoning of a turn, but omits 'A': set model.chat_template"),
-    ],
+@cases(
+    "template, content, complaint",
+    (CHATML, "", "before the end token of a turn, but omits 'add': set model.chat_template"),
+    (GPT_OSS, "", "omits ('add'|one)"),
+    # Nemotron Nano 2: ends the turn between its text and its calls
+    (CALLS.replace("{% for c", "{{ '<|turn|>\n' if m.content }}{% for c"), "12", "omits 'add'"),
+    (INSTEAD, "<think>\nA\n</think>\n\n12", "the reasoning of a turn, but omits 'A': set model.chat_template"),
 )
 def test_a_template_that_omits_calls_or_the_text_beside_them_is_refused(template, content, complaint, rest):
     tokenizer = make_chat_tokenizer("qwen3")

@@ -21,6 +21,7 @@ from slipstream.learner.sft import run as sft_run
 from slipstream.learner.sft.dataset import Demonstration, Pair
 from slipstream.learner.sft.run import SftRun, check_sft, count_tokens
 from slipstream.runtime.model_files import answer_token_ids
+from tests.cases import cases
 from tests.tiny_model import make_tiny_module, make_tokenizer
 from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
@@ -156,12 +157,10 @@ def test_the_checkpoint_of_the_best_held_out_loss_is_kept_and_exported(tmp_path)
     assert not equal(final, exported)
 
 
-@pytest.mark.parametrize(
-    ("metric", "heldout", "message"),
-    [
-        ("eval/accuracy_greedy", "heldout.parquet", "must name eval/loss with mode=sft"),
-        ("eval/loss", "", "sft.eval_path must be set"),
-    ],
+@cases(
+    "metric, heldout, message",
+    ("eval/accuracy_greedy", "heldout.parquet", "must name eval/loss with mode=sft"),
+    ("eval/loss", "", "sft.eval_path must be set"),
 )
 def test_a_best_checkpoint_that_cannot_be_is_refused(metric, heldout, message):
     settings = [f"sft.eval_path={heldout}", f"learner.checkpoint.best={metric}"]

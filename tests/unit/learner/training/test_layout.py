@@ -21,6 +21,7 @@ from slipstream.learner.training import model as model_module
 from slipstream.learner.training.attention import LONG, PACKED, SINGLE_RANK, PackedRows, SequenceGroup, packed_attention
 from slipstream.learner.training.layout import LayoutChooser, check_rows
 from slipstream.learner.training.model import load_policy
+from tests.cases import cases
 from tests.families import FAMILIES, make_family
 from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
@@ -426,17 +427,15 @@ def test_slices_hold_each_token_once_where_it_is_predicted_and_keep_their_positi
     assert part.num_tokens == without.num_tokens // 2
 
 
-@pytest.mark.parametrize(
-    ("family", "size", "complaint"),
-    [
-        ("qwen3", 4, "2 attention heads, which 4 ranks cannot share"),
-        ("qwen3_next", 2, r"layers that are not softmax attention \(linear_attention\)"),
-        ("llama4_text", 2, r"not softmax attention \(chunked_attention\)"),
-        ("mamba2", 2, r"not softmax attention \(linear_attention\)"),
-        ("gemma2", 2, "soft cap"),
-        ("gpt_oss", 2, "sinks"),
-        ("bloom", 2, "biases"),
-    ],
+@cases(
+    "family, size, complaint",
+    ("qwen3", 4, "2 attention heads, which 4 ranks cannot share"),
+    ("qwen3_next", 2, r"layers that are not softmax attention \(linear_attention\)"),
+    ("llama4_text", 2, r"not softmax attention \(chunked_attention\)"),
+    ("mamba2", 2, r"not softmax attention \(linear_attention\)"),
+    ("gemma2", 2, "soft cap"),
+    ("gpt_oss", 2, "sinks"),
+    ("bloom", 2, "biases"),
 )
 def test_a_model_that_cannot_be_sliced_is_refused_before_it_is_loaded(tmp_path, family, size, complaint):
     path = make_family(tmp_path, family)

@@ -24,6 +24,7 @@ from slipstream.learner.batching.batch import Tokens
 from slipstream.learner.training.loss_inputs import correct, describe_advantages
 from slipstream.learner.training.objective import Objective, ObjectiveState
 from slipstream.learner.training.step_metrics import StepMetrics
+from tests.cases import cases
 from tests.metric_docs import STEP, TOKENS, keys_under
 from tests.unit.learner.builders import documented, make_alone, make_batch, make_groups, make_response
 
@@ -432,15 +433,13 @@ def corrected(drift=DRIFT, learner_log_ratio=None, **settings):
 TOKEN, SEQUENCE = {"level": "token", "max_weight": 2.0}, {"level": "sequence", "max_weight": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("settings", "weights", "is_bounded"),
-    [
-        # Masked weights are zero and stay in the count.
-        (TOKEN | {"min_weight": 0.5, "outside": "mask"}, [1, 0, 0, 1], [False, True, True, False]),
-        # Normalized weights have the mean one over what they belong to.
-        (TOKEN | {"normalize": True}, [w / 1.0625 for w in (1, 2, 0.25, 1)], [False, True, False, False]),
-        (SEQUENCE | {"normalize": True}, [w / 1.125 for w in (2, 2, 0.25, 0.25)], [True, True, False, False]),
-    ],
+@cases(
+    "settings, weights, is_bounded",
+    # Masked weights are zero and stay in the count.
+    (TOKEN | {"min_weight": 0.5, "outside": "mask"}, [1, 0, 0, 1], [False, True, True, False]),
+    # Normalized weights have the mean one over what they belong to.
+    (TOKEN | {"normalize": True}, [w / 1.0625 for w in (1, 2, 0.25, 1)], [False, True, False, False]),
+    (SEQUENCE | {"normalize": True}, [w / 1.125 for w in (2, 2, 0.25, 0.25)], [True, True, False, False]),
 )
 def test_weights_by_hand(settings, weights, is_bounded):
     found = corrected(**settings)
@@ -462,15 +461,13 @@ def test_weights_are_the_proximal_policys_and_rejections_the_learners():
 LOW, HIGH = (RejectionConfig(statistic="k1", over="token", **bound) for bound in ({"low": 0.5}, {"high": 2.0}))
 
 
-@pytest.mark.parametrize(
-    ("reject", "veto", "kept"),
-    [
-        # A token stays when every entry keeps it.
-        ([LOW, HIGH], None, [True, False, False, True]),
-        ([HIGH], (0.5, 10.0), [True, False, False, False]),
-        # k3: 4 - 1 - ln 4 = 1.61, and 1/4 - 1 + ln 4 = 0.64.
-        ([RejectionConfig(statistic="k3", over="max", high=1.0)], None, [False, False, True, True]),
-    ],
+@cases(
+    "reject, veto, kept",
+    # A token stays when every entry keeps it.
+    ([LOW, HIGH], None, [True, False, False, True]),
+    ([HIGH], (0.5, 10.0), [True, False, False, False]),
+    # k3: 4 - 1 - ln 4 = 1.61, and 1/4 - 1 + ln 4 = 0.64.
+    ([RejectionConfig(statistic="k3", over="max", high=1.0)], None, [False, False, True, True]),
 )
 def test_rejections_by_hand(reject, veto, kept):
     assert corrected(reject=reject, veto=veto).is_kept.tolist() == kept

@@ -21,6 +21,7 @@ from slipstream.learner.engines.engine import ModelEngine
 from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
 from slipstream.learner.training.critic import ValueModel, load_value_model
 from slipstream.learner.training.saved_model import save_model
+from tests.cases import cases
 from tests.metric_docs import CRITIC, PROCESS_REWARD, keys_under
 from tests.tiny_model import make_tiny_module, make_tokenizer
 from tests.tolerance import gradient_terms, is_rounding, largest_difference
@@ -402,15 +403,13 @@ def test_an_adapter_is_the_policys_alone(tmp_path):
     assert largest_difference(second_weights(adapted), second_weights(plain)) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"kl": KlConfig(0.1, refresh_every_steps=2)}, r"refresh_every_steps must be null .*, got 2: .* never changes"),
-        (
-            {"reward": configs.RewardShapingConfig(mask_truncated=True)},
-            "mask_truncated must be false with algorithm.advantage=prime",
-        ),
-    ],
+@cases(
+    "settings, complaint",
+    ({"kl": KlConfig(0.1, refresh_every_steps=2)}, r"refresh_every_steps must be null .*, got 2: .* never changes"),
+    (
+        {"reward": configs.RewardShapingConfig(mask_truncated=True)},
+        "mask_truncated must be false with algorithm.advantage=prime",
+    ),
 )
 def test_settings_that_contradict_it_are_refused(settings, complaint):
     with pytest.raises(ConfigError, match=complaint):

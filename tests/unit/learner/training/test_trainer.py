@@ -16,6 +16,7 @@ from slipstream.learner.training.model import load_policy
 from slipstream.learner.training.saved_model import save_model
 from slipstream.runtime.lora import ADAPTER_FILE
 from slipstream.scripts.init_random_model import make_model as make_random_model
+from tests.cases import cases
 from tests.metric_docs import STEP, TOKENS, keys_under
 from tests.tiny_model import make_tokenizer
 from tests.tolerance import gradient_terms, is_rounding, largest_difference
@@ -304,14 +305,12 @@ def test_the_reference_is_the_base_without_a_second_model(tmp_path, engine, esti
         assert not trainer.engine.forward(samples[0])["logprobs"].equal(twin(samples[0])["logprobs"])
 
 
-@pytest.mark.parametrize(
-    ("targets", "words"),
-    [
-        (["q_proj", "w_proj"], "name layers of the model, got w_proj: this Qwen2ForCausalLM has down_proj, gate_proj,"),
-        (["lm_head"], "name linear layers other than the head, embeddings, and experts, .* got lm_head"),
-        (["embed_tokens"], ".* other than the head, embeddings, .* got embed_tokens"),
-        (["roj"], "name layers of the model, got roj"),
-    ],
+@cases(
+    "targets, words",
+    (["q_proj", "w_proj"], "name layers of the model, got w_proj: this Qwen2ForCausalLM has down_proj, gate_proj,"),
+    (["lm_head"], "name linear layers other than the head, embeddings, and experts, .* got lm_head"),
+    (["embed_tokens"], ".* other than the head, embeddings, .* got embed_tokens"),
+    (["roj"], "name layers of the model, got roj"),
 )
 def test_targets_that_cannot_be_are_refused_before_anything_is_loaded(tmp_path, targets, words):
     path = make_model(tmp_path)
