@@ -9,6 +9,7 @@ import torch
 
 from slipstream.learner.algorithms import advantages, segments
 from slipstream.learner.errors import BatchError
+from tests.cases import cases
 from tests.unit.learner.inputs import advantage_inputs, checked, whole, wide
 
 
@@ -208,15 +209,12 @@ def test_the_overlong_penalty_falls_over_a_buffer_of_one_token_up_to_everything(
     assert overlong_penalty(whole(0, 5, 10), max_length=10, buffer=10.0).tolist() == [0, -0.5, -1]
 
 
-@pytest.mark.parametrize(
-    ("kl", "coefficient", "turns", "totals", "tokens"),
-    [
-        ((1, 2, 3, 4, 5, 6), 0.5, NO_TURNS, [7, 18, 30, 34.5], [-0.5, -1, 8.5, 18, -2.5, 37]),
-        ((0, 0, 0, 0, 1, 0), 0.5, (0, 0.5, 0, 2, 1, 0), [10, 20, 30, 39.5], [0, 0.5, 9.5, 20, 0.5, 39]),
-        ((9, 9, 9, 9, 9, 9), 0.0, NO_TURNS, [10, 20, 30, 40], [0, 0, 10, 20, 0, 40]),
-        ((), 0.5, (), [10, 20, 30, 40], []),
-    ],
-    ids=["kl", "turns", "rewards alone", "no tokens"],
+@cases(
+    "kl, coefficient, turns, totals, tokens",
+    ((1, 2, 3, 4, 5, 6), 0.5, NO_TURNS, [7, 18, 30, 34.5], [-0.5, -1, 8.5, 18, -2.5, 37]),
+    ((0, 0, 0, 0, 1, 0), 0.5, (0, 0.5, 0, 2, 1, 0), [10, 20, 30, 39.5], [0, 0.5, 9.5, 20, 0.5, 39]),
+    ((9, 9, 9, 9, 9, 9), 0.0, NO_TURNS, [10, 20, 30, 40], [0, 0, 10, 20, 0, 40]),
+    ((), 0.5, (), [10, 20, 30, 40], []),
 )
 def test_kl_is_charged_at_every_token_a_turn_paid_at_its_end_the_rest_at_the_last_token(
     kl, coefficient, turns, totals, tokens

@@ -161,13 +161,10 @@ def test_k1_by_hand(over, ratios, kept):
     assert found.tolist() == kept
 
 
-@pytest.mark.parametrize(
-    ("keep", "first", "second", "highs"),
-    [
-        (keep_k2, 0.5, 2.0, (0.2, 0.5, 1.25, 2.0, 2.5)),
-        (keep_k3, math.e - 2, 1 + math.exp(-2), (0.1, 0.5, 0.8, 1.0, 1.5, 2.0)),
-    ],
-    ids=["k2", "k3"],
+@cases(
+    "keep, first, second, highs",
+    (keep_k2, 0.5, 2.0, (0.2, 0.5, 1.25, 2.0, 2.5)),
+    (keep_k3, math.e - 2, 1 + math.exp(-2), (0.1, 0.5, 0.8, 1.0, 1.5, 2.0)),
 )
 def test_k2_and_k3_by_hand(keep, first, second, highs):
     log_ratio, both = torch.tensor([1.0, 0.0, -2.0, 1.0]), first + second

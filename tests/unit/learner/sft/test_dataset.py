@@ -64,21 +64,18 @@ ANSWERED = conversation(("user", "1+2"), ("assistant", "3"))
 PROMPT = conversation(("user", "1"), ("assistant", "2"), ("user", "3"))
 
 
-@pytest.mark.parametrize(
-    ("rows", "settings", "texts", "trained"),
-    [
-        (ROWS, {}, ["12=21<eos>", "345=543<eos>"], ["21<eos>", "543<eos>"]),
-        ([ROWS[0] | {"response": "21<eos>"}], {}, ["12=21<eos>"], ["21<eos>"]),
-        ([RECORD], COLUMNS, ["12=21<eos>"], ["21<eos>"]),
-        ([{"messages": ANSWERED}], {"template": TEMPLATE}, ["user=1+2<eos>+assistant=3<eos>+"], ["3<eos>"]),
-        (
-            [{"prompt": PROMPT, "response": "4"}],
-            {"template": TEMPLATE},
-            ["user=1<eos>+assistant=2<eos>+user=3<eos>+assistant=4<eos>+"],
-            ["4<eos>"],
-        ),
-    ],
-    ids=["text", "text with its end", "nested columns", "messages", "prompt of messages"],
+@cases(
+    "rows, settings, texts, trained",
+    (ROWS, {}, ["12=21<eos>", "345=543<eos>"], ["21<eos>", "543<eos>"]),
+    ([ROWS[0] | {"response": "21<eos>"}], {}, ["12=21<eos>"], ["21<eos>"]),
+    ([RECORD], COLUMNS, ["12=21<eos>"], ["21<eos>"]),
+    ([{"messages": ANSWERED}], {"template": TEMPLATE}, ["user=1+2<eos>+assistant=3<eos>+"], ["3<eos>"]),
+    (
+        [{"prompt": PROMPT, "response": "4"}],
+        {"template": TEMPLATE},
+        ["user=1<eos>+assistant=2<eos>+user=3<eos>+assistant=4<eos>+"],
+        ["4<eos>"],
+    ),
 )
 def test_responses_are_trained_whatever_form_the_rows_have(tmp_path, rows, settings, texts, trained):
     tokenizer, found = make_tokenizer(), read_train(sft_run(tmp_path, rows, **settings)).demonstrations
