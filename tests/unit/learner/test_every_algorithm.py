@@ -147,22 +147,6 @@ def test_a_users_function_sees_no_gap_and_is_not_called_without_tokens(tmp_path)
     assert 0 < metrics["learner/kept_fraction"] < 1
 
 
-@pytest.mark.parametrize("num_updates", [1, 2])
-def test_a_users_loss_sees_the_learners_log_probabilities(tmp_path, num_updates):
-    losses = [policy_losses.ReinforceConfig(), policy_losses.CustomPolicyLossConfig(f"{OWN}score_function")]
-    results = []
-    for policy_loss in losses:
-        algorithm = AlgorithmConfig(policy_loss=policy_loss, updates_per_step=num_updates)
-        run = make_run(make_model(tmp_path), learner={"prompts_per_step": 4}, algorithm=algorithm)
-        trainer = make_trainer(run)
-        # In the second step, the learner differs from the generator.
-        metrics = [trainer.step(make_groups(num_groups=4), learner_version=i, step=i + 1) for i in range(2)]
-        results.append((metrics[-1]["learner/loss"], weights(trainer)))
-    (built_in, expected), (own, found) = results
-    assert own == pytest.approx(built_in, rel=1e-6)
-    assert largest_difference(found, expected) < 1e-7
-
-
 @pytest.mark.parametrize("divergence", ["k3", "forward_kl_topk", "jsd_topk"])
 def test_a_teacher_alone_pulls_the_learner_towards_itself(tmp_path, divergence):
     config = DistillationConfig(str(make_model(tmp_path, seed=7)), divergence, with_rewards=False)

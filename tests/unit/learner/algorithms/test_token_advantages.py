@@ -228,22 +228,13 @@ def test_gigpo_by_hand_with_states_that_two_answers_share_or_one_meets_twice_and
 
 score_norms = checked(token_advantages.score_norms)
 
-GROUP_LENGTHS = [3, 1, 0, 5, 2, 4]
-GROUP_SEQUENCES = torch.repeat_interleave(torch.arange(6), torch.tensor(GROUP_LENGTHS))
-GROUPS = torch.tensor([0, 1, 0, 0, 1, 0])
-TURNS = torch.tensor([0, 0, 1, 0, 0, 1, 1, 1, 2, 0, 0, 0, 0, 0, 1])
 
-
-def uniform(seed: int, size: int = 15) -> torch.Tensor:
-    return torch.rand(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def advantages_of(returns, norms, sequences=GROUP_SEQUENCES, groups=GROUPS, *, epsilon=1e-8, weights=None, turns=None):
-    """Advantages of tokens with these returns, aligned within turns if `turns` is given."""
-    num_turns, size = 3, len(groups)
+def advantages_of(returns, norms, sequences, groups=None, *, weights=None, turns=None):
+    """Advantages of tokens with these returns, by default of one group, aligned within turns if `turns` is given."""
+    num_turns, size = 2, int(sequences.max()) + 1
     following = torch.cat([returns[1:], wide(0)])
     is_last = torch.cat([sequences[1:] != sequences[:-1], torch.tensor([True])])
-    turns = torch.zeros_like(sequences) if turns is None else turns
+    per_turn, turns = turns is not None, torch.zeros_like(sequences) if turns is None else turns
     rows = sequences * num_turns + turns
     columns = {
         "turns": turns,
@@ -256,31 +247,11 @@ def advantages_of(returns, norms, sequences=GROUP_SEQUENCES, groups=GROUPS, *, e
     }
     rewards = torch.where(is_last, returns, returns - following)
     inputs = token_inputs(rewards, sequences, num_sequences=size, groups=groups, **columns)
-    per_turn = bool(turns.any())
-    return checked(token_advantages.optimal_token_baseline)(inputs, per_turn=per_turn, epsilon=epsilon)
+    return checked(token_advantages.optimal_token_baseline)(inputs, per_turn=per_turn)
 
 
 def baseline(returns, norms, *places, **settings):
     return returns - advantages_of(returns, norms, *places, **settings)
-
-
-def looped(returns, norms, weights, turns, *, epsilon):
-    """Baseline computed token by token over the group members that reach the position."""
-    tokens, energy = [], []
-    for sequence, length in enumerate(GROUP_LENGTHS):
-        start, total, indices = sum(GROUP_LENGTHS[:sequence]), 0.0, {}
-        for token in range(start, start + length):
-            total += float(norms[token] * weights[token] ** 2)
-            turn = int(turns[token])
-            indices[turn] = indices.get(turn, -1) + 1
-            tokens.append((int(GROUPS[sequence]), turn, indices[turn]))
-            energy.append(total + epsilon)
-    result = []
-    for position in tokens:
-        members = [other for other, theirs in enumerate(tokens) if theirs == position]
-        share = sum(energy[m] * float(returns[m]) for m in members) / sum(energy[m] for m in members)
-        result.append(share if len(members) > 1 else float(returns[members[0]]))
-    return wide(*result)
 
 
 def test_the_score_norm_is_the_squared_gradient_and_equal_rewards_give_exactly_no_advantage():
@@ -291,34 +262,28 @@ def test_the_score_norm_is_the_squared_gradient_and_equal_rewards_give_exactly_n
         (gradient,) = torch.autograd.grad(logprobs[token], logits, retain_graph=True)
         assert score_norms(logprobs[token : token + 1], squared[None]).item() == pytest.approx(gradient.square().sum())
     assert score_norms(torch.tensor([0.0]), torch.tensor([0.9999])).tolist() == [0.0]
-    rewards = torch.zeros(15, dtype=torch.float64).index_fill(0, torch.tensor([2, 3, 8, 10, 14]), 0.1)
-    columns = {"groups": GROUPS, "learner_logprobs": uniform(0), "collisions": uniform(1)}
-    inputs = token_inputs(rewards, GROUP_SEQUENCES, num_sequences=6, **columns)
-    assert not token_advantages.optimal_token_baseline(inputs, per_turn=False, epsilon=1e-8).any()
+    equal = torch.full((9,), 0.1, dtype=torch.float64)
+    assert not advantages_of(equal, drawn(1).abs(), SEQUENCES, whole(0, 1, 0, 0)).any()
 
 
 def test_by_hand_the_baseline_has_the_smallest_weighted_square_and_a_token_without_company_no_advantage():
-    sequences, groups = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0])
-    values = baseline(wide(1, 1, 1, 3, 3), wide(1, 2, 1, 3, 0), sequences, groups)
-    # The energies are 1, 3, 4 of the first and 3, 3 of the second.
-    assert values.tolist() == pytest.approx([10 / 4, 12 / 6, 1, 10 / 4, 12 / 6])
+    # The energies are 1, 3, 4 of the first and 3, 3 of the second. The third is of another group.
+    sequences, groups = whole(0, 0, 0, 1, 1, 2), whole(0, 0, 1)
+    values = baseline(wide(1, 1, 1, 3, 3, 70), wide(1, 2, 1, 3, 0, 9), sequences, groups)
+    assert values.tolist() == pytest.approx([10 / 4, 12 / 6, 1, 10 / 4, 12 / 6, 70])
+    # Weights are squared: the energies are 4 and 5 of the first, and 1 of the second.
+    values = baseline(wide(1, 1, 5), wide(1, 1, 1), whole(0, 0, 1), weights=wide(2, 1, 1))
+    assert values.tolist() == pytest.approx([9 / 5, 1, 9 / 5])
+    # Within turns, the second token of the one meets the third of the other.
+    settings = {"turns": whole(0, 1, 0, 0, 1)}
+    values = baseline(wide(1, 1, 3, 3, 3), torch.ones(5, dtype=torch.float64), whole(0, 0, 1, 1, 1), **settings)
+    assert values.tolist() == pytest.approx([2, 11 / 5, 2, 3, 11 / 5])
     # The mean, where no member could have done otherwise.
-    flat = baseline(wide(1, 2, 6), wide(0, 0, 0), torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0]))
+    flat = baseline(wide(1, 2, 6), wide(0, 0, 0), torch.tensor([0, 1, 2]))
     assert flat.tolist() == pytest.approx([3, 3, 3])
-    assert advantages_of(wide(2, 3), wide(1, 1), torch.tensor([0, 0]), torch.tensor([0])).tolist() == [0, 0]
-    ragged = torch.tensor([0, 0, 1]), torch.tensor([0, 0])
-    assert advantages_of(wide(1, 1, 5), wide(1, 1, 1), *ragged).tolist() == pytest.approx([-2, 0, 2])
+    assert advantages_of(wide(2, 3), wide(1, 1), torch.tensor([0, 0])).tolist() == [0, 0]
     for rewards in itertools.product((0.0, 1.0), repeat=3):
         returns, norms = wide(*rewards), wide(0.1, 2.0, 0.7)
-        values = baseline(returns, norms, torch.arange(3), torch.zeros(3, dtype=torch.int64))
+        values = baseline(returns, norms, torch.arange(3))
         power = [(norms * (returns - b).square()).sum() for b in (values[0], values[0] + 0.01, values[0] - 0.01)]
         assert power[0] <= min(power[1:])
-
-
-@pytest.mark.parametrize("turns", [None, TURNS])
-@pytest.mark.parametrize("weights", [None, uniform(3) * 2])
-def test_ragged_groups_equal_the_loop(turns, weights):
-    returns, norms = uniform(0), uniform(1)
-    of_one, without_turns = torch.ones(15) if weights is None else weights, torch.zeros(15) if turns is None else turns
-    expected = looped(returns, norms, of_one, without_turns, epsilon=1e-3)
-    assert torch.allclose(baseline(returns, norms, epsilon=1e-3, weights=weights, turns=turns), expected)

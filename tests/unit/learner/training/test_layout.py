@@ -30,7 +30,6 @@ from tests.unit.learner.builders import (
     make_alone,
     make_groups,
     make_model,
-    make_policy,
     make_response,
     make_run,
     make_samples,
@@ -229,19 +228,6 @@ def test_a_leak_between_the_answers_that_a_reward_model_scores_stops_the_run(tmp
         check_rows(policy, samples, **settings)
 
 
-@pytest.mark.parametrize("name", ["mistral", "mamba2"])
-def test_the_split_into_microbatches_changes_neither_canary_nor_step(tmp_path, name):
-    path = make_family(tmp_path, name)
-    steps = []
-    for budget in (64, 4096):
-        trainer = make_trainer(make_run(path, learner={"tokens_per_microbatch": budget}))
-        assert layout_of(trainer) == FAMILIES[name][0]
-        assert canary_error(trainer) < 1e-5
-        trainer.step(make_groups(num_groups=4, longest=20), learner_version=0, step=1)
-        steps.append(weights(trainer))
-    assert largest_difference(*steps) < 1e-5
-
-
 def test_the_soft_cap_of_attention_scores_is_kept_and_only_long_sequences_are_packed_on_a_cpu(tmp_path):
     path = make_family(tmp_path, "gemma2")
     change_config(path, attn_logit_softcapping=0.1)
@@ -359,31 +345,6 @@ def test_rows_without_spans_are_sequences(window):
     mask = torch.ones(12, 12, dtype=torch.bool).tril().triu(-(window - 1) if window else -12)
     found, _ = packed_attention(torch.nn.Module(), *states, None, sliding_window=window)
     assert_same(states, found, by_mask(*states, mask))
-
-
-LAYOUTS = [
-    Layout("shared_rows", 4096, 4096),
-    Layout("shared_rows", 64, 32),
-    Layout("shared_rows", 4096, 20, num_slices=4),
-    Layout("one_row", 4096, 4096),
-    Layout("one_per_row", 64),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_packing_without_masks_changes_neither_log_probabilities_nor_gradients(layout):
-    samples = make_samples(members_of(make_groups(num_groups=4, longest=12)))
-    results = []
-    for name, chosen in (("sdpa", Layout("one_per_row", 1)), (PACKED, layout)):
-        policy = make_policy()
-        policy.causal_lm.set_attn_implementation(name)
-        column = measure(policy, samples, chosen)
-        (column * torch.linspace(-1, 1, len(column))).sum().backward()
-        results.append((column.detach(), {name: p.grad for name, p in policy.named_parameters()}))
-    (expected, gradients), (found, others) = results
-    assert torch.allclose(found, expected, atol=1e-5)
-    for name, gradient in gradients.items():
-        assert float((others[name] - gradient).abs().max()) < 1e-5 * float(gradient.abs().max()) + 1e-5, name
 
 
 @pytest.fixture

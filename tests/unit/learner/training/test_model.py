@@ -125,22 +125,6 @@ def score(policy):
     return found.detach(), [p.grad.clone() for p in policy.parameters()]
 
 
-def test_recomputed_activations_change_nothing_and_bfloat16_is_near(tmp_path):
-    path = make_model(tmp_path)
-    exact, expected = score(load(path))
-    recomputed, gradients = score(load_policy(model_config(path), device=CPU, gradient_checkpointing=True))
-    assert exact.equal(recomputed)
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, gradients, strict=True))
-    policy = load(path, dtype="bfloat16")
-    rough, gradients = score(policy)
-    assert rough.dtype == torch.float32
-    assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
-    assert not rough.equal(exact)
-    # Each matrix product rounds its weights and its result, each norm and residual sum its result.
-    terms = 2 * sum(weight.dim() == 2 for weight in policy.parameters()) + 8
-    assert is_rounding([rough], [exact], terms=terms, dtype=torch.bfloat16)
-
-
 RECURRENT = {"initializer_range": 0.02, "lru_width": 32, "attention_window_size": 16, "head_dim": 16}
 
 

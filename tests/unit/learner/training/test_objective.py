@@ -1,5 +1,4 @@
 import inspect
-import itertools
 from statistics import fmean, pstdev
 from typing import get_args
 
@@ -29,8 +28,6 @@ from tests.metric_docs import STEP, TOKENS, keys_under
 from tests.unit.learner.builders import documented, make_alone, make_batch, make_groups, make_response
 
 TRUNCATED, NONE = CorrectionConfig(max_weight=2.0), CorrectionConfig(level="none", max_weight=None)
-CORRECTIONS = [TRUNCATED, CorrectionConfig(outside="mask", min_weight=0.5, max_weight=5.0), NONE]
-POLICY_LOSSES = [losses.PpoClipConfig(), losses.ReinforceConfig()]
 
 
 def make_tokens(num_tokens: int = 9, **overrides) -> Tokens:
@@ -80,14 +77,6 @@ def test_decoupled_ppo_by_hand_weighs_at_the_proximal_policy_without_gradient():
     weights = (proximal - tokens.generator_logprobs).exp().clamp(max=1.5)
     expected = -weights * tokens.advantages * tokens.token_weights
     assert torch.allclose(gradient(config, tokens, proximal, proximal=proximal), expected, atol=1e-7)
-
-
-@pytest.mark.parametrize(("policy_loss", "correction"), list(itertools.product(POLICY_LOSSES, CORRECTIONS)))
-def test_on_policy_every_objective_has_the_gradient_of_reinforce(policy_loss, correction):
-    tokens = make_tokens()
-    config = AlgorithmConfig(policy_loss=policy_loss, correction=correction)
-    expected = -tokens.advantages * tokens.token_weights
-    assert torch.allclose(gradient(config, tokens, tokens.generator_logprobs), expected, atol=1e-7)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 5])
@@ -446,16 +435,6 @@ def test_weights_by_hand(settings, weights, is_bounded):
     assert found.weights.tolist() == pytest.approx(weights)
     assert found.is_bounded.tolist() == is_bounded
     assert found.is_kept.all()
-
-
-def test_weights_are_the_proximal_policys_and_rejections_the_learners():
-    entry = RejectionConfig(over="token", high=2.0)
-    found = corrected(learner_log_ratio=torch.zeros(4), level="token", max_weight=2.0, reject=[entry], veto=(0.5, 2.0))
-    assert found.weights.tolist() == [1, 2, 0.25, 1]
-    assert found.is_kept.all()
-    found = corrected(torch.zeros(4), learner_log_ratio=DRIFT, level="token", reject=[entry])
-    assert found.weights.tolist() == [1, 1, 1, 1]
-    assert found.is_kept.tolist() == [True, False, True, True]
 
 
 LOW, HIGH = (RejectionConfig(statistic="k1", over="token", **bound) for bound in ({"low": 0.5}, {"high": 2.0}))
