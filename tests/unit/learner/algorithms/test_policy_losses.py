@@ -39,9 +39,9 @@ def losses_of(loss, *inputs, **columns):
     return loss(inputs_of(*inputs, **columns))
 
 
-def gradient_of(loss, log_ratio, *inputs, weights=1.0, **columns):
+def gradient_of(loss, log_ratio, *inputs, **columns):
     leaf = log_ratio.detach().requires_grad_()
-    return torch.autograd.grad((weights * losses_of(loss, leaf, *inputs, **columns)).sum(), leaf)[0]
+    return torch.autograd.grad(losses_of(loss, leaf, *inputs, **columns).sum(), leaf)[0]
 
 
 def idle(loss, *inputs, **columns):
