@@ -1,4 +1,4 @@
-"""`python -m tests.golden.rewrite_trl`: record TRL 1.16.0's losses, gradients and advantages for test_agrees_with_trl.
+"""`python -m tests.golden.rewrite_trl`: record TRL 1.16.0's losses and gradients for test_agrees_with_trl.
 
 TRL's trainers compute them from fixed numbers in place of a model, a generator, and reward functions. Padding and tool
 tokens hold large values that would show up in every result if they were counted.
@@ -215,30 +215,6 @@ def losses(batch: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def advantages(batch: dict[str, Any]) -> dict[str, Any]:
-    """Advantages of groups in which some answers have no reward."""
-    mixed = [1.0, 0.0, 0.5, 0.2, 0.3, 0.3, 0.3, 0.3, NONE, 2.0, 0.0, -1.0]
-    alone = [1.0, 0.0, 0.5, 0.2, NONE, 0.7, NONE, NONE, NONE, 2.0, 0.0, -1.0]
-    parts = [[reward, round(math.sin(index), 2)] for index, reward in enumerate(REWARDS)]
-    kinds: dict[str, Callable[..., Any]] = {
-        **{scale: partial(build, Grpo, GRPOConfig, batch, scale_rewards=scale) for scale in ("group", "none", "batch")},
-        "rloo": partial(build, Rloo, RLOOConfig, batch, normalize_advantages=False),
-        "rloo_whitened": partial(build, Rloo, RLOOConfig, batch, normalize_advantages=True),
-    }
-    found = {}
-    for name, rewards in (("mixed", mixed), ("alone", alone)):
-        scores = {kind: score(make(rewards=[[reward] for reward in rewards])) for kind, make in kinds.items()}
-        found[name] = {"rewards": rewards, **scores}
-    settings = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]}
-    found["parts"] = {"rewards": parts, "gdpo": score(build(Grpo, GRPOConfig, batch, rewards=parts, **settings))}
-    return found
-
-
-def score(trainer: Any) -> Tensor:
-    """Advantages [B]."""
-    return trainer._generate_and_score_completions([{"prompt": ""}] * len(LENGTHS))["advantages"]
-
-
 def divergences() -> dict[str, Any]:
     """Divergences between a student and a teacher over a vocabulary of 6, means over 3 of 4 tokens."""
     torch.manual_seed(17)
@@ -288,5 +264,5 @@ def lines(results: dict[str, Any]) -> str:
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     batch = make_batch()
-    results = {"trl": trl.__version__, "batch": batch, "losses": losses(batch), "advantages": advantages(batch)}
+    results = {"trl": trl.__version__, "batch": batch, "losses": losses(batch)}
     GOLDEN.write_text(lines(plain(results | {"divergences": divergences()})) + "\n")

@@ -51,7 +51,7 @@ def choose(path, *, ranks=None, **overrides):
 
 SLOW = (
     *("qwen3_next", "qwen3_5_moe_text", "falcon_h1", "jamba", "lfm2_moe", "inkling_text", "qwen4_exp_text"),
-    *("recurrent_gemma", "xlstm", "deepseek_v4", "ernie", "bert-generation", "big_bird", "rembert"),
+    *("recurrent_gemma", "xlstm", "deepseek_v4"),
 )
 
 
