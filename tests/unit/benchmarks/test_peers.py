@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from benchmarks.peers.__main__ import _ENGINES, figures, num_parameters
 from benchmarks.peers.tasks import TASKS, save_long_tail_model
@@ -18,9 +18,10 @@ from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.data import DataConfig
 from slipstream.configs.load import convert, load
+from slipstream.learner.training.model import Policy
 from slipstream.scripts.init_random_model import make_tokenizer, save_model
 from slipstream.scripts.make_digits_data import make_files
-from tests.unit.learner.builders import weights
+from tests.unit.learner.builders import make_samples, measure_alone, weights
 
 LAG = 2
 
@@ -77,14 +78,8 @@ def largest_difference(version: dict[str, torch.Tensor], members: list[Trajector
     """Largest difference between recorded log-probabilities and those of a forward pass without a cache."""
     model = make_model(seed=1).eval()
     model.load_state_dict(version)
-    return max(np.abs(m.generator_logprobs[m.model_mask] - teacher_forced(model, m)).max() for m in members)
-
-
-@torch.no_grad()
-def teacher_forced(model: PreTrainedModel, trajectory: Trajectory) -> np.ndarray:
-    ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))
-    logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(-1, ids[1:, None])[:, 0].numpy()[trajectory.model_mask[1:]]
+    recorded = np.concatenate([member.generator_logprobs[member.model_mask] for member in members])
+    return float(np.abs(measure_alone(Policy(model), make_samples(members)).numpy() - recorded).max())
 
 
 def test_a_batch_is_sampled_from_the_policy_of_lag_versions_before(tmp_path: Path) -> None:
