@@ -97,10 +97,6 @@ def make_batch(groups: list[list[Trajectory]], **overrides: Any) -> BuiltBatch:
     return build_batch(groups, **(settings | overrides))
 
 
-def with_greedy_answers(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
-    return [[*group, make_response(index, len(group), sampling=GREEDY)] for index, group in enumerate(groups)]
-
-
 NEEDED: dict[str, dict[str, Any]] = {
     "clip_cov": {"fraction": 0.2, "covariance_low": 0.0},
     "kl_cov": {"fraction": 0.2},

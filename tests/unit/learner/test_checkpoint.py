@@ -19,10 +19,11 @@ from slipstream.configs.data import LoraConfig
 from slipstream.configs.learner import CheckpointConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.configs.run import StorageConfig
 from slipstream.learner.checkpoint import BestCheckpoint
-from slipstream.learner.engines.optimizer import Shard, copy_shards, restore_shards
+from slipstream.learner.engines.optimizer import Shard, restore_shards
 from slipstream.learner.errors import CheckpointError
 from slipstream.learner.ranks import Ranks
 from slipstream.runtime.run_folder import RunFolder
+from tests.cases import cases
 from tests.fakes import no_file_above
 from tests.runs import until
 from tests.unit.learner import builders
@@ -207,18 +208,6 @@ def copies(trainer):
 SIZES = {"embedding": 37, "a.weight": 12, "a.bias": 1, "b.weight": 30, "norm": 5}
 
 
-class Moments:
-    """Optimizer state with distinct values everywhere, including the padding."""
-
-    param_groups: list[dict[str, object]] = []
-
-    def __init__(self, masters, *, is_filled):
-        self.state = {}
-        for master in {id(each): each for each in masters}.values():
-            fields = {name: torch.full_like(master, torch.nan) for name in ("exp_avg", "exp_avg_sq")}
-            self.state[master] = {**fields, "step": torch.tensor(3.0)} if is_filled else {}
-
-
 def flat_shards(*, rank, num_ranks):
     """One flat tensor of all parameters, cut into equal parts and padded at the end."""
     length = -(-sum(SIZES.values()) // (2 * num_ranks)) * 2
@@ -231,43 +220,44 @@ def flat_shards(*, rank, num_ranks):
     return shards
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+FIELDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
-def true_moments(field, name):
-    return torch.arange(SIZES[name]) + 1000.0 * list(SIZES).index(name) + 0.25 * ("weight", *MOMENTS).index(field)
+def part(field, shard):
+    """Elements of the weights or moments that this shard holds, all different."""
+    whole = torch.arange(SIZES[shard.name]) + 1000.0 * list(SIZES).index(shard.name) + 0.25 * FIELDS.index(field)
+    return whole[shard.begin : shard.begin + shard.size].clone()
 
 
 def write_shards(folder, num_ranks):
+    folder.mkdir(exist_ok=True)
     for rank in range(num_ranks):
         shards = flat_shards(rank=rank, num_ranks=num_ranks)
-        optimizer = Moments([shard.master for shard in shards], is_filled=True)
-        for name, begin, size, master, offset in shards:
-            tensors = {"weight": master} | optimizer.state[master]
-            for field in ("weight", "exp_avg", "exp_avg_sq"):
-                tensors[field][offset : offset + size] = true_moments(field, name)[begin : begin + size]
-        save_file(copy_shards(shards, optimizer), folder / f"optimizer-rank-{rank}.safetensors")
+        pieces = {f"{field}/{shard.begin}/{shard.name}": part(field, shard) for shard in shards for field in FIELDS}
+        pieces |= {f"step/{shard.begin}/{shard.name}": torch.tensor([3.0]) for shard in shards}
+        save_file(pieces, folder / f"optimizer-rank-{rank}.safetensors")
+
+
+def read_shards(folder, *, rank=0, num_ranks=1):
+    shards = flat_shards(rank=rank, num_ranks=num_ranks)
+    optimizer = torch.optim.AdamW([shards[0].master])
+    restore_shards(folder, shards, optimizer, names=SIZES)
+    return shards, optimizer.state[shards[0].master]
 
 
 def test_every_division_into_ranks_is_read_by_every_other(tmp_path):
     for num_ranks in (1, 2, 3, 8):
         folder = tmp_path / str(num_ranks)
-        folder.mkdir()
         write_shards(folder, num_ranks)
         for num_readers in (1, 2, 3, 8):
             seen = dict.fromkeys(SIZES, 0)
             for rank in range(num_readers):
-                shards = flat_shards(rank=rank, num_ranks=num_readers)
-                optimizer = Moments([shard.master for shard in shards], is_filled=False)
-                restore_shards(folder, shards, optimizer, names=SIZES)
-                for name, begin, size, master, offset in shards:
-                    state = optimizer.state[master]
-                    assert state["step"] == 3.0
-                    for field, tensor in {"weight": master, **{each: state[each] for each in MOMENTS}}.items():
-                        found = tensor[offset : offset + size]
-                        assert found.equal(true_moments(field, name)[begin : begin + size])
-                        assert tensor.isfinite().all(), "padding must be finite"
-                    seen[name] += size
+                shards, state = read_shards(folder, rank=rank, num_ranks=num_readers)
+                assert state["step"] == 3.0
+                for shard in shards:
+                    for field in FIELDS:
+                        assert shard.of(state.get(field, shard.master)).equal(part(field, shard))
+                    seen[shard.name] += shard.size
             assert seen == SIZES
 
 
@@ -281,19 +271,13 @@ def forget_layout(pieces, _key):
     pieces |= {"master.0": torch.zeros(3), "exp_avg.0": torch.zeros(3)}
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (shift, "must hold each element of .* once, got"),
-        (lambda pieces, key: pieces.update({key: pieces[key][:-1].clone()}), "must hold each element of .* once, got"),
-        (lambda pieces, key: pieces.pop(key.replace("exp_avg", "step")), "must hold the optimizer state of this model"),
-        (
-            lambda pieces, key: pieces.update({"step/0/other": torch.ones(1)}),
-            "this model, got the state of another model: other is",
-        ),
-        (forget_layout, r"start a new run with model\.path=.*/model\.$"),
-    ],
-    ids=["shifted", "cut short", "no count", "another model", "from before layouts could change"],
+@cases(
+    "damage, message",
+    (shift, "must hold each element of .* once, got"),
+    (lambda pieces, key: pieces.update({key: pieces[key][:-1].clone()}), "must hold each element of .* once, got"),
+    (lambda pieces, key: pieces.pop(key.replace("exp_avg", "step")), "must hold the optimizer state of this model"),
+    (lambda pieces, _: pieces.update({"step/0/other": torch.ones(1)}), "got the state of another model: other is"),
+    (forget_layout, r"start a new run with model\.path=.*/model\.$"),
 )
 def test_moments_that_do_not_fit_are_refused(tmp_path, damage, message):
     write_shards(tmp_path, 2)
@@ -302,10 +286,8 @@ def test_moments_that_do_not_fit_are_refused(tmp_path, damage, message):
     key = next(key for key in pieces if key.startswith("exp_avg/0/"))
     damage(pieces, key)
     save_file(pieces, path)
-    shards = flat_shards(rank=0, num_ranks=1)
-    optimizer = Moments([shard.master for shard in shards], is_filled=False)
     with pytest.raises(CheckpointError, match=message) as caught:
-        restore_shards(tmp_path, shards, optimizer, names=SIZES)
+        read_shards(tmp_path)
     assert "\n" not in str(caught.value)
 
 

@@ -91,7 +91,10 @@ def make_algorithm_run(folder: Path, name: str, *, num_updates: int = 1, learner
 
 def make_algorithm_groups(name: str):
     groups = make_groups(num_groups=4)
-    return builders.with_greedy_answers(groups) if name == "advantage-remax" else groups
+    if name != "advantage-remax":
+        return groups
+    greedy = {"sampling": builders.GREEDY}
+    return [[*group, builders.make_response(i, len(group), **greedy)] for i, group in enumerate(groups)]
 
 
 def train(folder: Path, name: str, *, budget: int = 8192, num_updates: int = 1):
