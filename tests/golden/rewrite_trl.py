@@ -77,14 +77,13 @@ LOSSES: dict[str, dict[str, Any]] = {
 class _Given:
     """Stand-in for the parts of a trainer that call a model, a generator, or reward functions."""
 
-    def __init__(self, args: Any, *, rewards: list[list[float]], batch: dict[str, Any]) -> None:
+    def __init__(self, args: Any, *, batch: dict[str, Any]) -> None:
         self.args = args
         self.accelerator = Accelerator(cpu=True)
         self.model, self.ref_model = _model("start_logprobs"), _model("reference_logprobs")
         self.epsilon_low, self.epsilon_high = args.epsilon, args.epsilon_high or args.epsilon
         self.num_generations_eval = args.num_generations
-        self.reward_funcs = self.reward_func_names = [f"part {index}" for index in range(len(rewards[0]))]
-        self.reward_weights = torch.tensor(args.reward_weights or [1.0] * len(self.reward_funcs))
+        self.reward_funcs, self.reward_func_names, self.reward_weights = ["reward"], ["reward"], torch.ones(1)
         self.eos_token_ids, self._tokenizer = [EOS], SimpleNamespace(pad_token_id=PAD)
         self.environment_factories, self.environments, self.tools = None, None, []
         self.aux_loss_enabled = self._is_vlm = False
@@ -92,14 +91,14 @@ class _Given:
         self._entropy_bonus_enabled = bool(getattr(args, "entropy_coef", 0.0))
         self._metrics, self._pending_metrics, self._pending_extra_logs = {"train": defaultdict(list)}, {}, {}
         self._logs = defaultdict(list) | {"rewards": defaultdict(list), "extra": defaultdict(list)}
-        self._rewards, self._batch = rewards, batch
+        self._batch = batch
         self.learner = {name: padded(batch, name).requires_grad_() for name in ("learner_logprobs", "entropies")}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["args"], name)
 
     def _calculate_rewards(self, *_: Any) -> Tensor:
-        return torch.tensor(self._rewards)
+        return torch.tensor(self._batch["rewards"])[:, None]
 
     def _get_per_token_logps_and_entropies(self, model: Any, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
         if model.name == "learner_logprobs":
@@ -169,21 +168,16 @@ def make_batch() -> dict[str, Any]:
     return {"lengths": LENGTHS, "group_size": 4, "longest": LONGEST, "rewards": REWARDS, **numbers}
 
 
-def build(kind: type, config: type, batch: dict[str, Any], *, rewards: list[list[float]], **settings: Any) -> Any:
-    """A trainer configured by TRL's own settings record."""
-    sizes = {"per_device_train_batch_size": len(rewards), "num_generations": batch["group_size"]}
+def loss_and_gradients(
+    batch: dict[str, Any], *, kind: type = Grpo, config: type = GRPOConfig, **settings: Any
+) -> dict[str, Any]:
+    """Loss and gradients of the whole computation, from rewards on, as configured by TRL's own settings record."""
+    sizes = {"per_device_train_batch_size": len(LENGTHS), "num_generations": batch["group_size"]}
     usual = {"num_iterations": 2, "gradient_accumulation_steps": 1, "epsilon": 0.2, "beta": 0.0, **sizes}
     machine = {"use_cpu": True, "bf16": False, "report_to": "none", "max_completion_length": LONGEST}
     with tempfile.TemporaryDirectory() as folder:
         args = config(folder, **(machine | usual | settings))
-    return kind(args, rewards=rewards, batch=batch)
-
-
-def loss_and_gradients(
-    batch: dict[str, Any], *, kind: type = Grpo, config: type = GRPOConfig, **settings: Any
-) -> dict[str, Any]:
-    """Loss and gradients of the whole computation, from rewards on."""
-    trainer = build(kind, config, batch, rewards=[[reward] for reward in batch["rewards"]], **settings)
+    trainer = kind(args, batch=batch)
     inputs = trainer._generate_and_score_completions([{"prompt": ""}] * len(LENGTHS))
     loss = trainer._compute_loss(_model("learner_logprobs"), inputs)
     leaves = list(trainer.learner.values())

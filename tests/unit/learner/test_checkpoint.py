@@ -291,7 +291,7 @@ def test_moments_that_do_not_fit_are_refused(tmp_path, damage, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("before", "after"), [(ENGINES[a], ENGINES[b]) for a, b in ((0, 4), (4, 2), (3, 0), (1, 3))])
+@pytest.mark.parametrize(("before", "after"), [(ENGINES[a], ENGINES[b]) for a, b in ((0, 4), (3, 0))])
 def test_a_run_resumes_with_another_engine_and_the_same_moments(tmp_path, before, after):
     optimizer = OptimizerConfig(epsilon=1.0, learning_rate=1.0)  # smooth, so that rounding differences stay small
     path = make_model(tmp_path, is_tied=True)

@@ -1,4 +1,3 @@
-import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from tests.families import FAMILIES, make_family
 from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
     CPU,
+    configure,
     load,
     make_alone,
     make_groups,
@@ -79,11 +79,6 @@ def test_a_model_that_sees_what_follows_is_refused_by_name(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-def change_config(path, **settings):
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
-
-
 def ignore_windows(monkeypatch):
     def plain_mask(config, microbatch):
         spans = microbatch.spans
@@ -97,7 +92,7 @@ def test_a_window_that_the_mask_ignores_is_seen_if_a_sequence_is_longer(tmp_path
     path = make_family(tmp_path, "mistral")
     # Without a mask, transformers builds its own with the window.
     assert choose(path)[1].kind == "one_row"
-    change_config(path, sliding_window=90)
+    configure(path, sliding_window=90)
     assert choose(path, model=model_config(path, max_length=128))[1].kind == "one_row"
     # The window has no effect if all sequences fit into it.
     assert choose(path, model=model_config(path))[1].kind == "shared_rows"
@@ -230,7 +225,7 @@ def test_a_leak_between_the_answers_that_a_reward_model_scores_stops_the_run(tmp
 
 def test_the_soft_cap_of_attention_scores_is_kept_and_only_long_sequences_are_packed_on_a_cpu(tmp_path):
     path = make_family(tmp_path, "gemma2")
-    change_config(path, attn_logit_softcapping=0.1)
+    configure(path, attn_logit_softcapping=0.1)
     token_ids = torch.arange(2, 40)[None]
     # Eager attention is the reference, because SDPA ignores the cap.
     expected = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")(token_ids).logits

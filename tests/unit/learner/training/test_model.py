@@ -28,6 +28,7 @@ from tests.tolerance import gradient_terms, is_rounding
 from tests.unit.learner.builders import (
     CPU,
     VOCABULARY,
+    configure,
     load,
     make_alone,
     make_groups,
@@ -36,12 +37,6 @@ from tests.unit.learner.builders import (
     model_config,
 )
 from tests.unit.slipstream.launch.test_plan import PUBLISHED
-
-
-def configure(path, **settings):
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
-
 
 LOADERS = {r"model\.path": load_policy, r"algorithm\.critic\.path .*": load_value_model}
 BREAK = {

@@ -40,6 +40,7 @@ from tests.unit.learner.builders import (
     model_config,
     save,
     second_weights,
+    train_steps,
 )
 
 CRITIC_METRICS = keys_under(CRITIC)
@@ -52,11 +53,9 @@ def make_critic_run(tmp_path, *, learner=None, advantage=None, critic=None, **al
     return make_run(make_model(tmp_path), learner=learner, algorithm=config)
 
 
-def train(run, *, steps=2, num_groups=2):
+def train(run, *, steps=2):
     trainer = make_trainer(run)
-    batches = [make_groups(num_groups=num_groups, seed=seed) for seed in range(steps)]
-    metrics = [trainer.step(groups, learner_version=0, step=i + 1) for i, groups in enumerate(batches)]
-    return trainer, metrics
+    return trainer, train_steps(trainer, range(steps))
 
 
 def policy_weights(trainer):
