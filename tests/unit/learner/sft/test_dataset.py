@@ -14,7 +14,7 @@ from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig, SftConfig
 from slipstream.learner.sft.conversation import Piece, chat_pieces
-from slipstream.learner.sft.dataset import read_heldout, read_train, tokenize
+from slipstream.learner.sft.dataset import read_heldout, read_train
 from tests.builders import make_trajectory
 from tests.cases import cases
 from tests.tiny_model import make_tokenizer
@@ -238,14 +238,6 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path):
     path.unlink()
     with pytest.raises(ConfigError, match="does not exist"):
         read_train(run)
-
-
-def test_the_tokens_are_those_of_the_whole_conversation_and_none_after_an_end_token_is_trained():
-    tokenizer, messages = chat_tokenizer(), [*ANSWERED, *conversation(("user", "4"), ("assistant", "5"))]
-    found = tokenize(chat_pieces(messages, tokenizer=tokenizer), tokenizer=tokenizer, end_ids=[1])
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert found.token_ids.tolist() == tokenizer.encode(whole, add_special_tokens=False)
-    assert tokenizer.decode(found.token_ids[found.model_mask]) == "3<eos>5<eos>"
 
 
 @cases(
