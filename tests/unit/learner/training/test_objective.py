@@ -21,7 +21,7 @@ from slipstream.learner.algorithms import find
 from slipstream.learner.algorithms.inputs import RatioInputs
 from slipstream.learner.batching.batch import Tokens
 from slipstream.learner.training.loss_inputs import correct, describe_advantages
-from slipstream.learner.training.objective import Objective, ObjectiveState
+from slipstream.learner.training.objective import Objective
 from slipstream.learner.training.step_metrics import StepMetrics
 from tests.cases import cases
 from tests.metric_docs import STEP, TOKENS, keys_under
@@ -248,14 +248,6 @@ def test_the_fields_of_a_record_are_the_settings_of_its_functions(record):
     own = {name: p for found in parameters for name, p in found.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     required = {name for name, p in own.items() if p.default is inspect.Parameter.empty}
     assert required <= set(record.__struct_fields__) <= set(own), "constants are defaults of the function"
-
-
-def test_the_state_of_an_objective_is_saved_and_restored():
-    state, restored = ObjectiveState(kl_coefficient=0.2, advantage={"baseline": 0.5}), ObjectiveState()
-    restored.restore(state.save())
-    assert restored == state
-    restored.restore(ObjectiveState().save())
-    assert restored == ObjectiveState()
 
 
 def make_objective(**settings):
