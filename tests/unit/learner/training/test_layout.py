@@ -111,8 +111,11 @@ def test_the_shortest_sequences_can_be_probed_and_rows_are_no_longer_than_the_mo
     assert np.isfinite(trainer.step(groups, learner_version=0, step=1)["learner/loss"])
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma2", "gpt_oss", "opt", "lfm2"])
-@pytest.mark.parametrize("spread", [0.02, 0.3])
+@cases(
+    "name, spread",
+    ("qwen3", 0.02),
+    *((each, 0.3) for each in ("qwen3", "qwen3_moe", "gemma2", "gpt_oss", "opt", "lfm2")),
+)
 def test_bfloat16_is_probed_in_float32_and_within_its_own_rounding(tmp_path, name, spread):
     path = make_family(tmp_path, name, spread=spread)
     # Long enough for packed attention in models that support it.

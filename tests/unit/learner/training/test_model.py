@@ -244,7 +244,7 @@ class Products(Allocations):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-32B-Instruct", "Qwen/Qwen3-30B-A3B"])
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-30B-A3B"])
 def test_layers_multiply_in_bfloat16_and_keep_their_inputs(name, tmp_path, monkeypatch):
     monkeypatch.setattr(step_memory, "Allocations", Products)
     monkeypatch.setattr(Products, "found", Counter())
