@@ -131,13 +131,7 @@ FAMILIES = {
     "phi3-longrope": ("one_at_a_time", LONG | {"rope_parameters": LONG | ROPE}),
     # They see what follows: no layout is exact, because none of their numbers is one of a causal language model.
     "bert": ("", {}),
-    "ernie": ("", {}),
-    "roformer": ("", {}),
-    "bert-generation": ("", {}),
-    "big_bird": ("", {}),
     "xlnet": ("", {"d_model": 64, "n_layer": 2, "n_head": 2, "d_inner": 64, "attn_type": "bi"}),
-    "electra": ("", {"embedding_size": 32}),
-    "rembert": ("", {"input_embedding_size": 32, "output_embedding_size": 48}),
 }
 """Type of model -> layout that must be chosen, or none; settings that make it small."""
 VARIANTS = {"falcon-alibi": "falcon", "phi3-longrope": "phi3"}

@@ -1,10 +1,9 @@
-"""`python -m tests.golden.rewrite_trl`: record TRL 1.16.0's losses, gradients and advantages for test_agrees_with_trl.
+"""`python -m tests.golden.rewrite_trl`: record TRL 1.16.0's losses and gradients for test_agrees_with_trl.
 
 TRL's trainers compute them from fixed numbers in place of a model, a generator, and reward functions. Padding and tool
 tokens hold large values that would show up in every result if they were counted.
 """
 
-import asyncio
 import itertools
 import json
 import math
@@ -22,8 +21,6 @@ from torch import Tensor
 try:
     import trl
     from accelerate import Accelerator
-    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
-    from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
     from trl.experimental.gkd.gkd_trainer import GKDTrainer
     from trl.experimental.gmpo.gmpo_config import GMPOConfig
     from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
@@ -80,14 +77,13 @@ LOSSES: dict[str, dict[str, Any]] = {
 class _Given:
     """Stand-in for the parts of a trainer that call a model, a generator, or reward functions."""
 
-    def __init__(self, args: Any, *, rewards: list[list[float]], batch: dict[str, Any]) -> None:
+    def __init__(self, args: Any, *, batch: dict[str, Any]) -> None:
         self.args = args
         self.accelerator = Accelerator(cpu=True)
         self.model, self.ref_model = _model("start_logprobs"), _model("reference_logprobs")
         self.epsilon_low, self.epsilon_high = args.epsilon, args.epsilon_high or args.epsilon
         self.num_generations_eval = args.num_generations
-        self.reward_funcs = self.reward_func_names = [f"part {index}" for index in range(len(rewards[0]))]
-        self.reward_weights = torch.tensor(args.reward_weights or [1.0] * len(self.reward_funcs))
+        self.reward_funcs, self.reward_func_names, self.reward_weights = ["reward"], ["reward"], torch.ones(1)
         self.eos_token_ids, self._tokenizer = [EOS], SimpleNamespace(pad_token_id=PAD)
         self.environment_factories, self.environments, self.tools = None, None, []
         self.aux_loss_enabled = self._is_vlm = False
@@ -95,14 +91,14 @@ class _Given:
         self._entropy_bonus_enabled = bool(getattr(args, "entropy_coef", 0.0))
         self._metrics, self._pending_metrics, self._pending_extra_logs = {"train": defaultdict(list)}, {}, {}
         self._logs = defaultdict(list) | {"rewards": defaultdict(list), "extra": defaultdict(list)}
-        self._rewards, self._batch = rewards, batch
+        self._batch = batch
         self.learner = {name: padded(batch, name).requires_grad_() for name in ("learner_logprobs", "entropies")}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["args"], name)
 
     def _calculate_rewards(self, *_: Any) -> Tensor:
-        return torch.tensor(self._rewards)
+        return torch.tensor(self._batch["rewards"])[:, None]
 
     def _get_per_token_logps_and_entropies(self, model: Any, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
         if model.name == "learner_logprobs":
@@ -172,21 +168,16 @@ def make_batch() -> dict[str, Any]:
     return {"lengths": LENGTHS, "group_size": 4, "longest": LONGEST, "rewards": REWARDS, **numbers}
 
 
-def build(kind: type, config: type, batch: dict[str, Any], *, rewards: list[list[float]], **settings: Any) -> Any:
-    """A trainer configured by TRL's own settings record."""
-    sizes = {"per_device_train_batch_size": len(rewards), "num_generations": batch["group_size"]}
+def loss_and_gradients(
+    batch: dict[str, Any], *, kind: type = Grpo, config: type = GRPOConfig, **settings: Any
+) -> dict[str, Any]:
+    """Loss and gradients of the whole computation, from rewards on, as configured by TRL's own settings record."""
+    sizes = {"per_device_train_batch_size": len(LENGTHS), "num_generations": batch["group_size"]}
     usual = {"num_iterations": 2, "gradient_accumulation_steps": 1, "epsilon": 0.2, "beta": 0.0, **sizes}
     machine = {"use_cpu": True, "bf16": False, "report_to": "none", "max_completion_length": LONGEST}
     with tempfile.TemporaryDirectory() as folder:
         args = config(folder, **(machine | usual | settings))
-    return kind(args, rewards=rewards, batch=batch)
-
-
-def loss_and_gradients(
-    batch: dict[str, Any], *, kind: type = Grpo, config: type = GRPOConfig, **settings: Any
-) -> dict[str, Any]:
-    """Loss and gradients of the whole computation, from rewards on."""
-    trainer = build(kind, config, batch, rewards=[[reward] for reward in batch["rewards"]], **settings)
+    trainer = kind(args, batch=batch)
     inputs = trainer._generate_and_score_completions([{"prompt": ""}] * len(LENGTHS))
     loss = trainer._compute_loss(_model("learner_logprobs"), inputs)
     leaves = list(trainer.learner.values())
@@ -215,84 +206,7 @@ def losses(batch: dict[str, Any]) -> dict[str, Any]:
     fresh = batch | {"learner_logprobs": batch["start_logprobs"], "tools": []}  # RLOOTrainer does not support tools
     for name, beta in (("rloo", 0.0), ("rloo_kl", 0.1)):
         found[name] = loss_and_gradients(fresh, kind=Rloo, config=RLOOConfig, normalize_advantages=False, beta=beta)
-    found["async_grpo"] = async_grpo(batch)
     return found
-
-
-def async_grpo(batch: dict[str, Any]) -> dict[str, Any]:
-    """PPO-clip around the generator's policy, with advantages computed per group."""
-    groups = torch.tensor(batch["rewards"]).view(-1, batch["group_size"])
-    advantages = torch.tensor([asyncio.run(async_advantages(group.tolist())) for group in groups]).flatten()
-    per_token = advantages.repeat_interleave(torch.tensor(LENGTHS))
-    num_tokens = len(per_token)
-    learner = torch.tensor(batch["learner_logprobs"], requires_grad=True)
-    flat, nothing = torch.arange(num_tokens)[None], -torch.ones(1, 1, dtype=torch.long)
-    inputs = {
-        **dict.fromkeys(("input_ids", "position_ids", "shift_labels", "token_index"), flat),
-        **dict.fromkeys(("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k"), nothing),
-        "attention_mask": torch.ones(1, num_tokens),
-        "old_log_probs": torch.tensor(batch["generator_logprobs"])[None],
-        "advantages": per_token[None],
-        "segment_id": torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None],
-        **dict.fromkeys(("global_n_tokens", "global_n_forward_tokens", "mean_seq_len"), torch.tensor([num_tokens])),
-        "tree_max_seqlens": torch.tensor([[1, 1]]),
-    }
-    trainer = SimpleNamespace(
-        accelerator=Accelerator(cpu=True),
-        epsilon_low=0.2,
-        epsilon_high=0.28,
-        aux_loss_enabled=False,
-        current_gradient_accumulation_steps=1,
-        _metrics={"train": defaultdict(list)},
-        **{f"_step_{name}": 0.0 for name in ("forward_tokens", "trained_tokens", "seq_len_weighted", "samples")},
-        _step_forward_s=0.0,
-    )
-    output = SimpleNamespace(log_probs=learner[None], entropy=torch.zeros(1, num_tokens))
-    torch.set_default_dtype(torch.float32)  # its metrics assume float32
-    loss = AsyncGRPOTrainer.compute_loss(trainer, lambda **_: output, inputs)
-    torch.set_default_dtype(torch.float64)
-    return {"loss": loss, "gradient": torch.autograd.grad(loss, learner)[0]}
-
-
-async def async_advantages(rewards: list[float]) -> list[float]:
-    """Advantages of one group."""
-    size = len(rewards)
-    sequence = SimpleNamespace(input_ids=[], completion_mask=[], old_log_probs=[])
-    group = SimpleNamespace(
-        **dict.fromkeys(("prompts", "completions", "completions_ids"), [None] * size),
-        **dict.fromkeys(("tool_call_counts", "tool_failure_counts"), [0] * size),
-        completions_sequences=[[sequence]] * size,
-        reward_kwargs={},
-        model_version=0,
-        group_id=0,
-    )
-    asked = {"reward_funcs": [lambda **_: rewards], "reward_func_names": ["reward"]}
-    loop = SimpleNamespace(**asked, _env_reward_types=[], _provides_rollout_reward=False)
-    return [sample.advantage for sample in await _AsyncRolloutLoop._score_group(loop, group)]
-
-
-def advantages(batch: dict[str, Any]) -> dict[str, Any]:
-    """Advantages of groups in which some answers have no reward."""
-    mixed = [1.0, 0.0, 0.5, 0.2, 0.3, 0.3, 0.3, 0.3, NONE, 2.0, 0.0, -1.0]
-    alone = [1.0, 0.0, 0.5, 0.2, NONE, 0.7, NONE, NONE, NONE, 2.0, 0.0, -1.0]
-    parts = [[reward, round(math.sin(index), 2)] for index, reward in enumerate(REWARDS)]
-    kinds: dict[str, Callable[..., Any]] = {
-        **{scale: partial(build, Grpo, GRPOConfig, batch, scale_rewards=scale) for scale in ("group", "none", "batch")},
-        "rloo": partial(build, Rloo, RLOOConfig, batch, normalize_advantages=False),
-        "rloo_whitened": partial(build, Rloo, RLOOConfig, batch, normalize_advantages=True),
-    }
-    found = {}
-    for name, rewards in (("mixed", mixed), ("alone", alone)):
-        scores = {kind: score(make(rewards=[[reward] for reward in rewards])) for kind, make in kinds.items()}
-        found[name] = {"rewards": rewards, **scores}
-    settings = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]}
-    found["parts"] = {"rewards": parts, "gdpo": score(build(Grpo, GRPOConfig, batch, rewards=parts, **settings))}
-    return found
-
-
-def score(trainer: Any) -> Tensor:
-    """Advantages [B]."""
-    return trainer._generate_and_score_completions([{"prompt": ""}] * len(LENGTHS))["advantages"]
 
 
 def divergences() -> dict[str, Any]:
@@ -344,5 +258,5 @@ def lines(results: dict[str, Any]) -> str:
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     batch = make_batch()
-    results = {"trl": trl.__version__, "batch": batch, "losses": losses(batch), "advantages": advantages(batch)}
+    results = {"trl": trl.__version__, "batch": batch, "losses": losses(batch)}
     GOLDEN.write_text(lines(plain(results | {"divergences": divergences()})) + "\n")

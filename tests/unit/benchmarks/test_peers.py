@@ -7,20 +7,21 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from benchmarks.peers.__main__ import _ENGINES, figures, num_parameters
 from benchmarks.peers.tasks import TASKS, save_long_tail_model
 from benchmarks.staleness.lagging_run import LaggingRun, Point, summarize
 from benchmarks.staleness.model import make_model
 from benchmarks.staleness.plans import METHODS, Plan, make_config, make_plans
-from benchmarks.staleness.report import final_cell, lowest, seconds_cell
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.data import DataConfig
 from slipstream.configs.load import convert, load
+from slipstream.learner.training.model import Policy
 from slipstream.scripts.init_random_model import make_tokenizer, save_model
 from slipstream.scripts.make_digits_data import make_files
+from tests.unit.learner.builders import make_samples, measure_alone, weights
 
 LAG = 2
 
@@ -73,47 +74,24 @@ def make_lagging_run(folder: Path, **changes: int) -> LaggingRun:
     return LaggingRun(plan, config=msgspec.structs.replace(make_config(plan, model=str(folder / "model")), data=data))
 
 
-def weights_of(run: LaggingRun) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in run.trainer.engine.gather_parameters()}
-
-
-def largest_difference(weights: dict[str, torch.Tensor], members: list[Trajectory]) -> float:
+def largest_difference(version: dict[str, torch.Tensor], members: list[Trajectory]) -> float:
     """Largest difference between recorded log-probabilities and those of a forward pass without a cache."""
     model = make_model(seed=1).eval()
-    model.load_state_dict(weights)
-    return max(np.abs(m.generator_logprobs[m.model_mask] - teacher_forced(model, m)).max() for m in members)
-
-
-@torch.no_grad()
-def teacher_forced(model: PreTrainedModel, trajectory: Trajectory) -> np.ndarray:
-    ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))
-    logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-    return logprobs.gather(-1, ids[1:, None])[:, 0].numpy()[trajectory.model_mask[1:]]
+    model.load_state_dict(version)
+    recorded = np.concatenate([member.generator_logprobs[member.model_mask] for member in members])
+    return float(np.abs(measure_alone(Policy(model), make_samples(members)).numpy() - recorded).max())
 
 
 def test_a_batch_is_sampled_from_the_policy_of_lag_versions_before(tmp_path: Path) -> None:
     run = make_lagging_run(tmp_path)
-    versions = [weights_of(run)]
+    versions = [weights(run.trainer)]
     for step in range(5):
         members = [member for group in run.step() for member in group]
         expected = max(0, step - LAG)
         assert {span.version for member in members for span in member.version_spans} == {expected}
         assert largest_difference(versions[expected], members) < 1e-5
         assert step == 0 or largest_difference(versions[step], members) > 1e-3
-        versions.append(weights_of(run))
-
-
-def test_members_of_a_group_share_a_prompt_and_responses_end_with_their_first_end_token(tmp_path: Path) -> None:
-    groups = make_lagging_run(tmp_path, groups=20).step()
-    assert {len(group) for group in groups} == {8}
-    assert all(len({member.prompt_uid for member in group}) == 1 for group in groups)
-    assert all(len({tuple(member.token_ids[:6]) for member in group}) == 1 for group in groups)
-    members = [member for group in groups for member in group]
-    responses = [member.token_ids[member.model_mask].tolist() for member in members]
-    assert {len(response) for response in responses} == {1, 2, 3, 4, 5, 6}
-    for member, response in zip(members, responses, strict=True):
-        assert 1 not in response[:-1]
-        assert (member.stop_reason == "stop") == (response[-1] == 1)
+        versions.append(weights(run.trainer))
 
 
 def test_the_same_plan_gives_the_same_run_and_each_replayed_batch_makes_a_version(tmp_path: Path) -> None:
@@ -125,18 +103,13 @@ def test_the_same_plan_gives_the_same_run_and_each_replayed_batch_makes_a_versio
     assert run.trainer.num_updates == 9
 
 
-def test_figures_and_cells_of_a_report_mean_what_their_names_say_and_plans_are_distinct() -> None:
+def test_figures_of_a_report_mean_what_their_names_say_and_plans_are_distinct() -> None:
     accuracies = [0.1, 0.95, 0.5, 0.5, 0.5, 0.5, 1.0]
     points = [Point(20 * n, 100 * n, 2.0 * n, accuracy, 1.0) for n, accuracy in enumerate(accuracies)]
     summary = summarize(points)
     assert summary["final"] == pytest.approx(0.6)
     assert (summary["goal_step"], summary["goal_samples"], summary["goal_s"], summary["best"]) == (20, 100, 2.0, 1.0)
     assert summarize(points[:1])["goal_s"] is None
-    rows = [{"final": 0.9, "goal_s": 10.0}, {"final": 0.5, "goal_s": None}]
-    assert (final_cell(rows), seconds_cell(rows)) == ("0.70 (0.50)", "10 s (1 of 2)")
-    assert (seconds_cell(rows[1:]), seconds_cell([])) == ("never", "")
-    trained = [{"accuracy": accuracy} for accuracy in (0.1, 0.9, 0.96, 0.7, 1.0)]
-    assert (lowest({"points": trained}), lowest({"points": trained[:2]})) == (0.7, None)
     settings = {"steps": 1, "groups": 1, "learning_rate": 1e-3, "seeds": (0, 1)}
     lagging = [*make_plans(Namespace(lags=(0, 8), replay=(), methods=None, **settings))]
     replayed = [*make_plans(Namespace(lags=(0, 8), replay=(0, 3), methods=None, **settings))]

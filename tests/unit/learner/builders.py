@@ -1,5 +1,6 @@
 """Builders of runs, groups, and trainers for the learner's tests, with a tiny Qwen2 built in code."""
 
+import json
 import os
 from collections.abc import Iterable
 from itertools import product
@@ -97,10 +98,6 @@ def make_batch(groups: list[list[Trajectory]], **overrides: Any) -> BuiltBatch:
     return build_batch(groups, **(settings | overrides))
 
 
-def with_greedy_answers(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
-    return [[*group, make_response(index, len(group), sampling=GREEDY)] for index, group in enumerate(groups)]
-
-
 NEEDED: dict[str, dict[str, Any]] = {
     "clip_cov": {"fraction": 0.2, "covariance_low": 0.0},
     "kl_cov": {"fraction": 0.2},
@@ -139,6 +136,12 @@ def load(path: Path | str, *, is_reward_model: bool = False, **settings: Any) ->
 def make_model(folder: Path, *, seed: int = 0, is_tied: bool = False) -> Path:
     path = folder / f"model-{seed}-{is_tied}"
     return path if path.exists() else make_tiny_model(path, seed=seed, is_tied=is_tied)
+
+
+def configure(path: Path, **settings: Any) -> None:
+    """Change settings in a model's configuration."""
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
 def make_policy(**settings: Any) -> Policy:

@@ -34,9 +34,3 @@ def weighted_by_length(inputs):
     assert (lengths > 0).all()
     assert len(lengths) == inputs.num_sequences
     return -inputs.advantages * inputs.log_ratio.exp() / lengths[inputs.sequences]
-
-
-def score_function(inputs):
-    """REINFORCE on the values of the learner's log-probabilities, with the gradient of the log-ratio."""
-    learner_logprobs = inputs.learner_logprobs + inputs.log_ratio - inputs.log_ratio.detach()
-    return -inputs.advantages * learner_logprobs

@@ -1,7 +1,7 @@
 """The same batches through TRL 1.16.0's trainers (recorded by tests/golden/rewrite_trl.py) and through ours.
 
-TRL divides variances by n - 1 and adds 1e-4 to deviations; we divide by n. With `trl_epsilon` in place of 1e-4, our
-advantages are exactly sqrt(n / (n - 1)) times TRL's. Losses are compared with advantages that divide by no deviation.
+TRL divides variances by n - 1 and adds 1e-4 to deviations; we divide by n. Most losses are compared with advantages
+that divide by no deviation.
 """
 
 import json
@@ -17,17 +17,15 @@ from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs import algorithm_terms as losses
 from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, RewardShapingConfig
 from slipstream.configs.algorithm_terms import CustomAdvantageConfig, DrGrpoConfig, RlooConfig
-from slipstream.learner.algorithms import advantages, distillation, kl
-from slipstream.learner.algorithms.segments import standardized, whiten
+from slipstream.learner.algorithms import distillation, kl
 from slipstream.learner.training.objective import Objective
 from slipstream.learner.training.step_metrics import StepMetrics
 from tests.builders import make_trajectory
 from tests.unit.learner import builders
-from tests.unit.learner.inputs import advantage_inputs
 
 TRL = json.loads((Path(__file__).parents[2] / "golden" / "trl_1_16.json").read_text(encoding="utf-8"))
 BATCH, LENGTHS = TRL["batch"], TRL["batch"]["lengths"]
-SIZE, NUM_SEQUENCES, NUM_TOKENS = BATCH["group_size"], len(LENGTHS), sum(LENGTHS)
+SIZE, NUM_SEQUENCES = BATCH["group_size"], len(LENGTHS)
 SEQUENCES = torch.arange(NUM_SEQUENCES).repeat_interleave(torch.tensor(LENGTHS))
 TRUNCATED = (1, 5)
 CLIP = losses.PpoClipConfig(clip_low=0.2, clip_high=0.28)
@@ -103,18 +101,6 @@ def assert_same(found, expected, *, factor=1.0, has_value=True):
     torch.testing.assert_close(gradient, factor * column(expected["gradient"]), **CLOSE)
 
 
-def make_grpo(epsilon):
-    return CustomAdvantageConfig("slipstream.learner.algorithms.advantages:grpo", {"epsilon": epsilon})
-
-
-def trl_epsilon(num_members):
-    return max(1e-9, 1e-4 * math.sqrt((num_members - 1) / num_members))
-
-
-def bessel(num_members):
-    return math.sqrt(num_members / (num_members - 1)) if num_members > 1 else 1.0
-
-
 SAME = {
     "grpo": make_config(),
     # TRL's bnpo takes the mean over the tokens of a microbatch, which is the whole batch here.
@@ -142,8 +128,6 @@ SAME = {
         entropy_coef=0.05,
     ),
     "dapo_truncated": make_config(loss_aggregation="token_mean", reward=RewardShapingConfig(mask_truncated=True)),
-    # TRL's only trainer with population deviations
-    "async_grpo": make_config(advantage=make_grpo(1e-8), proximal="generator", loss_aggregation="token_mean"),
     # What the mask drops keeps its KL.
     "kl_masked": make_config(correction=UNBOUNDED, masks=[losses.OpsmConfig(delta=0.29)], kl=KlConfig(0.1)),
 }
@@ -154,6 +138,8 @@ def test_the_whole_objective_is_that_of_trl(name):
     assert_same(ours(SAME[name]), TRL["losses"][name])
 
 
+BESSEL = math.sqrt(SIZE / (SIZE - 1))
+GRPO = CustomAdvantageConfig("slipstream.learner.algorithms.advantages:grpo", {"epsilon": 1e-4 / BESSEL})
 UNKNOWN = [None if index % 5 == 0 else value for index, value in enumerate(BATCH["generator_logprobs"])]
 UNSCORED = [None if index == 4 else reward for index, reward in enumerate(BATCH["rewards"])]
 START = BATCH["start_logprobs"]
@@ -163,7 +149,7 @@ KL_IN_REWARD = KlConfig(0.1, estimator="k1", apply_to="reward")
 GRADIENT_ALONE = {"has_value": False}
 DIFFERENT = {
     # Scaled by the deviation of a group, it is larger by Bessel's factor.
-    "grpo_scaled": ({"advantage": make_grpo(trl_epsilon(SIZE))}, {}, {"factor": bessel(SIZE)}),
+    "grpo_scaled": ({"advantage": GRPO}, {}, {"factor": BESSEL}),
     # TRL uses sg(weight) * log pi, we use sg(weight) * log ratio: different values, equal gradients.
     "cispo": ({"policy_loss": losses.CispoConfig(clip_high=0.3), **MEAN}, {}, GRADIENT_ALONE),
     "vespo": ({"policy_loss": VESPO, **MEAN}, {}, GRADIENT_ALONE),
@@ -191,54 +177,6 @@ DIFFERENT = {
 def test_where_definitions_differ_the_objective_is_that_of_trl_up_to_a_known_factor_or_constant(name):
     settings, columns, difference = DIFFERENT[name]
     assert_same(ours(make_config(**settings), **columns), TRL["losses"][name], **difference)
-
-
-GROUPS = torch.arange(NUM_SEQUENCES) // SIZE
-each_batch = pytest.mark.parametrize("name", ["mixed", "alone"])
-
-
-def trl_advantages(name, kind):
-    """Rewards, groups, and TRL's advantages of answers with a reward. TRL gives the others advantage 0."""
-    rewards, expected = column(TRL["advantages"][name]["rewards"]), column(TRL["advantages"][name][kind])
-    has_reward = rewards.isfinite()
-    assert not expected[~has_reward].any()
-    return rewards[has_reward], GROUPS[has_reward], expected[has_reward]
-
-
-@each_batch
-@pytest.mark.parametrize(("kind", "estimate"), [("none", advantages.dr_grpo), ("rloo", advantages.rloo)])
-def test_advantages_without_a_deviation_are_those_of_trl(name, kind, estimate):
-    rewards, groups, expected = trl_advantages(name, kind)
-    torch.testing.assert_close(estimate(advantage_inputs(rewards, groups)), expected, **CLOSE)
-
-
-@each_batch
-def test_advantages_scaled_or_whitened_are_those_of_trl_but_for_bessels_factor(name):
-    rewards, groups, expected = trl_advantages(name, "group")
-    for group in groups.unique():
-        own = groups == group
-        found = advantages.grpo(advantage_inputs(rewards[own]), epsilon=trl_epsilon(int(own.sum())))
-        torch.testing.assert_close(found, bessel(int(own.sum())) * expected[own], **CLOSE)
-    rewards, groups, expected = trl_advantages(name, "batch")
-    found = advantages.lite_ppo(advantage_inputs(rewards, groups), epsilon=trl_epsilon(len(rewards)))
-    torch.testing.assert_close(found, bessel(len(rewards)) * expected, **CLOSE)
-    rewards, groups, expected = trl_advantages(name, "rloo_whitened")
-    has_siblings = (groups.bincount() > 1)[groups]  # TRL whitens without only children, which get 0
-    assert not expected[~has_siblings].any()
-    count = int(has_siblings.sum())
-    found = whiten(advantages.rloo(advantage_inputs(rewards, groups))[has_siblings], epsilon=trl_epsilon(count))
-    torch.testing.assert_close(found, bessel(count) * expected[has_siblings], **CLOSE)
-
-
-def test_gdpo_whitened_over_sequences_is_that_of_trl_but_for_bessels_factor():
-    first, second = torch.tensor(TRL["advantages"]["parts"]["rewards"], dtype=torch.float64).unbind(1)
-    summed = sum(w * standardized(x, GROUPS, epsilon=trl_epsilon(SIZE)) for x, w in ((first, 1.0), (second, 0.5)))
-    found = whiten(summed / bessel(SIZE), epsilon=trl_epsilon(NUM_SEQUENCES))
-    expected = column(TRL["advantages"]["parts"]["gdpo"])
-    torch.testing.assert_close(found, bessel(NUM_SEQUENCES) * expected, **CLOSE)
-    inputs = advantage_inputs(first, GROUPS, parts={"a": first, "b": second})
-    ours = advantages.gdpo(inputs, weights={"a": 1.0, "b": 0.5}, epsilon=trl_epsilon(SIZE))
-    torch.testing.assert_close(ours, summed / (summed.std(correction=0) + trl_epsilon(SIZE)), **CLOSE)
 
 
 FORWARD, JSD = distillation.forward_kl_topk, partial(distillation.generalized_jsd, beta=0.3)

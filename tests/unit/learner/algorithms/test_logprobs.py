@@ -71,18 +71,6 @@ def test_every_measure_by_hand_only_if_requested_and_none_without_tokens():
     assert measured["top_logprobs"].exp().flatten().tolist() == pytest.approx([5 / 8, 2 / 8])
 
 
-def test_chunks_change_no_measure_and_no_gradient():
-    logits, targets, temperatures, optional = make_everything()
-    results = []
-    for chunk_elements in (1, 10, 1000):
-        settings = {"requested": ALL, "chunk_elements": chunk_elements}
-        measured = measure_tokens(logits, targets, temperatures, **settings, **optional)
-        total = sum((i + 1) * value.sum() for i, value in enumerate(measured.values()))
-        results.append((*measured.values(), torch.autograd.grad(total, logits)[0]))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
 @pytest.mark.parametrize("chunk_elements", [10, 1000])
 def test_every_measure_has_the_gradient_of_its_formula_but_collisions_and_the_reference_none(chunk_elements):
     logits, targets, temperatures, optional = make_everything()

@@ -6,6 +6,7 @@ from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.learner.batching.build_batch import describe_answers
 from slipstream.learner.errors import BatchError
 from tests.builders import make_trajectory
+from tests.cases import cases
 from tests.unit.learner.builders import GREEDY, VOCABULARY, make_batch, make_groups, make_response
 
 MASK = np.array([0, 0, 1, 1, 0, 1, 1, 1], dtype=bool)
@@ -153,15 +154,12 @@ def test_stale_tokens_leave_the_loss_and_lags_are_from_the_sampling_version_with
     assert result.metrics["learner/stale_fraction"] == pytest.approx(1 / 3)
 
 
-@pytest.mark.parametrize(
-    ("members", "has_baseline", "message"),
-    [
-        ([{"response": (VOCABULARY, 1)}], False, f"token ids must be < {VOCABULARY}, .* got {VOCABULARY} in 0-0-0"),
-        ([{"sampling": GREEDY}], False, r"temperature > 0.*algorithm/advantage=remax"),
-        ([{"sampling": msgspec.structs.replace(GREEDY, temperature=-1.0)}], True, "temperature > 0"),
-        ([{}, {"sampling": GREEDY}, {"sampling": GREEDY}], True, "at most one greedy answer, got 0-0-1 and 0-0-2"),
-    ],
-    ids=["token_outside_the_vocabulary", "greedy_without_baseline", "negative_temperature", "two_greedy_answers"],
+@cases(
+    "members, has_baseline, message",
+    ([{"response": (VOCABULARY, 1)}], False, f"token ids must be < {VOCABULARY}, .* got {VOCABULARY} in 0-0-0"),
+    ([{"sampling": GREEDY}], False, r"temperature > 0.*algorithm/advantage=remax"),
+    ([{"sampling": msgspec.structs.replace(GREEDY, temperature=-1.0)}], True, "temperature > 0"),
+    ([{}, {"sampling": GREEDY}, {"sampling": GREEDY}], True, "at most one greedy answer, got 0-0-1 and 0-0-2"),
 )
 def test_invalid_trajectories_are_rejected_by_name(members, has_baseline, message):
     group = [fresh(index, **overrides) for index, overrides in enumerate(members)]

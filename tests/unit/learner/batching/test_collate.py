@@ -47,16 +47,6 @@ def test_packing_changes_no_log_probability(layout):
     assert torch.allclose(measure(policy, samples, layout), measure_alone(policy, samples), atol=1e-5)
 
 
-@torch.no_grad()
-def test_a_response_does_not_see_its_siblings():
-    policy, first = make_policy(), make_response(0, 0, response=(5, 6, 7))
-    one, other = (
-        measure(policy, make_samples([first, make_response(0, 1, response=response)]), ROWS)[:3]
-        for response in ((9, 9, 9, 9), (30, 31, 32, 33))
-    )
-    assert one.equal(other)
-
-
 def test_a_shared_prompt_is_computed_once_and_a_rank_without_samples_has_its_microbatch():
     (shared,), (alone,), (rows,) = (collate(siblings(8), layout=layout) for layout in (ROWS, ONE_ROW, ONE_PER_ROW))
     assert shared.num_tokens == 4 + 8 * 2

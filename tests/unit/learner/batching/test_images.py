@@ -125,20 +125,6 @@ def test_the_layout_is_chosen_with_images(folder: Path, monkeypatch: pytest.Monk
     assert choose() == "one_at_a_time"
 
 
-def test_microbatches_change_no_gradient(policy: Policy, samples: list[Any]) -> None:
-    weights = torch.linspace(-1, 1, sum(len(sample.trained) for sample in samples))
-    found = []
-    for layout in LAYOUTS:
-        policy.zero_grad()
-        for microbatch in collate(samples, layout=layout):
-            (policy(microbatch)["logprobs"] * weights[microbatch.indices]).sum().backward()
-        found.append({name: parameter.grad.clone() for name, parameter in policy.named_parameters()})
-    policy.zero_grad()
-    assert found[0]["causal_lm.model.visual.patch_embed.proj.weight"].abs().max() > 0.01
-    for other in found[1:]:
-        assert all(torch.allclose(found[0][name], other[name], atol=1e-4) for name in found[0])
-
-
 def test_an_image_that_a_group_shares_is_read_once_and_different_images_share_no_prompt(folder: Path) -> None:
     group = [make_answer(folder, 0, index, [PICTURES[0]]) for index in range(4)]
     (microbatch,) = collate(samples_of([group], hold(folder, PICTURES[0])), layout=ROWS)
@@ -150,10 +136,11 @@ def test_an_image_that_a_group_shares_is_read_once_and_different_images_share_no
     assert len(microbatch.image_grids) == 2
 
 
-def test_the_visual_encoder_is_trained_unless_it_is_frozen(folder: Path) -> None:
+def test_the_visual_encoder_is_trained_unless_it_is_frozen(folder: Path, samples: list[Any]) -> None:
     for freezes in (False, True):
-        parameters = load(folder, freeze_vision=freezes).named_parameters()
-        moves = {name.split(".")[2] for name, parameter in parameters if parameter.requires_grad}
+        policy = load(folder, freeze_vision=freezes)
+        measure(policy, samples, NARROW_ROWS).sum().backward()
+        moves = {name.split(".")[2] for name, each in policy.named_parameters() if each.grad is not None}
         assert ("visual" in moves) == (not freezes)
         assert "language_model" in moves
 

@@ -9,6 +9,7 @@ import torch
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import LenderError, OpenEpoch, SnapshotSource, Update
 from slipstream.learner.publishing.publisher import Publisher
+from tests.cases import cases
 from tests.fakes import FakeClock
 from tests.unit.learner.fake_generators import (
     CANARY,
@@ -182,18 +183,16 @@ def test_tensors_are_staged_one_at_a_time():
     assert most_alive <= 2
 
 
-@pytest.mark.parametrize(
-    ("own", "others", "setting", "expected"),
-    [
-        ("cuda:GPU-0", ["cuda:GPU-1", "cuda:GPU-2"], "auto", ["nccl"]),
-        ("cuda:GPU-0", ["cuda:GPU-0"], "auto", ["gloo"]),
-        ("cuda:GPU-0", ["cuda:GPU-1", "cuda:GPU-1"], "auto", ["gloo"]),
-        ("cuda:GPU-0", ["cuda:GPU-1", "cpu"], "auto", ["gloo"]),
-        ("cpu", ["cuda:GPU-1"], "auto", ["gloo"]),
-        ("cpu", ["cpu"], "auto", ["gloo"]),
-        ("cuda:GPU-0", ["cuda:GPU-1"], "gloo", ["gloo"]),
-        ("cuda:GPU-0", ["cuda:GPU-0"], "nccl", []),
-    ],
+@cases(
+    "own, others, setting, expected",
+    ("cuda:GPU-0", ["cuda:GPU-1", "cuda:GPU-2"], "auto", ["nccl"]),
+    ("cuda:GPU-0", ["cuda:GPU-0"], "auto", ["gloo"]),
+    ("cuda:GPU-0", ["cuda:GPU-1", "cuda:GPU-1"], "auto", ["gloo"]),
+    ("cuda:GPU-0", ["cuda:GPU-1", "cpu"], "auto", ["gloo"]),
+    ("cpu", ["cuda:GPU-1"], "auto", ["gloo"]),
+    ("cpu", ["cpu"], "auto", ["gloo"]),
+    ("cuda:GPU-0", ["cuda:GPU-1"], "gloo", ["gloo"]),
+    ("cuda:GPU-0", ["cuda:GPU-0"], "nccl", []),
 )
 def test_the_backend_follows_from_where_the_roles_are(own: str, others: list[str], setting: str, expected: list[str]):
     devices = {f"g{index}": device for index, device in enumerate(others)}

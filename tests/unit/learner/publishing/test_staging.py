@@ -16,6 +16,7 @@ from slipstream.learner.errors import SampledLogprobsError
 from slipstream.learner.publishing.staging import Staged, Stager, canary_token_ids, check_first_step, prompt_tokens
 from slipstream.learner.training.step_metrics import count_tokens, describe_by_lag
 from tests.builders import make_run
+from tests.cases import cases
 from tests.cuda_fake import FakeCuda
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.fake_generators import make_background, make_publisher
@@ -169,14 +170,12 @@ def test_log_probabilities_that_the_learner_does_not_confirm_stop_the_first_step
         check_first_step(first_row(**row), run=run, limit=limit)
 
 
-@pytest.mark.parametrize(
+@cases(
     "unlike",
-    [
-        ["generators.sampling.top_p=0.9"],
-        ["generators.sampling.min_p=0.1"],
-        ["algorithm.updates_per_step=2", "algorithm.proximal=generator", "algorithm/correction=none"],
-        ["generators/engine=scripted"],
-    ],
+    ["generators.sampling.top_p=0.9"],
+    ["generators.sampling.min_p=0.1"],
+    ["algorithm.updates_per_step=2", "algorithm.proximal=generator", "algorithm/correction=none"],
+    ["generators/engine=scripted"],
 )
 def test_a_first_step_without_comparable_log_probabilities_is_not_judged(unlike: list[str]) -> None:
     wrong, settings = first_row(rounding=0.0, offset=1.0), ["experiment=digits_cpu", "generators/engine=hf"]

@@ -8,6 +8,7 @@ from slipstream.generators.tokenization import PromptEncoder
 from slipstream.learner.sft.conversation import Piece, chat_pieces
 from slipstream.learner.sft.dataset import tokenize
 from tests.builders import make_prompt
+from tests.cases import cases
 from tests.unit.generators.chat import TEMPLATES, make_chat_tokenizer
 
 HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
@@ -44,7 +45,7 @@ MESSAGES = [
 ]
 OPENED = "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n"
 BETWEEN = "<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n"
-THINK = "<think>\n"
+THINK, THOUGHT = "<think>\n", "A\n</think>\n\n2<|im_end|>\n"
 
 
 def pieces_of(template: str, messages: list[dict[str, Any]], **settings: Any) -> list[Piece]:
@@ -58,57 +59,23 @@ def texts_of(template: str, messages: list[dict[str, Any]], **settings: Any) -> 
     return [piece.text for piece in pieces_of(template, messages, **settings)]
 
 
-PHI_HEADER, GPT_HEADER = "<|im_end|>\n<|assistant|>\n", "<|im_end|><|im_start|>assistant<|header|>"
-
-
-@pytest.mark.parametrize(
-    ("template", "pieces"),
-    [
-        (QWEN3, [OPENED, "<think>\nA\n</think>\n\n2<|im_end|>\n", BETWEEN, "<think>\n\n</think>\n\n4<|im_end|>\n"]),
-        (DEEPSEEK_R1, [OPENED + THINK, "A\n</think>\n\n2<|im_end|>\n", BETWEEN + THINK, "</think>\n\n4<|im_end|>\n"]),
-        (PHI, [f"<|user|>\n1{PHI_HEADER}", "2<|im_end|>\n", f"<|user|>\n3{PHI_HEADER}", "4<|im_end|>\n</s>"]),
-        (GPT_OSS, [
-            f"<|im_start|>user<|header|>1{GPT_HEADER}", "2<|/turn|>",
-            f"<|im_end|><|im_start|>user<|header|>3{GPT_HEADER}", "4<|/turn|>",
-        ]),
-    ],
-    ids=["qwen3", "deepseek-r1", "phi", "gpt-oss"],
-)  # fmt: skip
-def test_each_turn_is_rendered_as_the_last_one(template: str, pieces: list[str]):
-    messages = MESSAGES
-    if template in (PHI, GPT_OSS):
-        messages = [m | {"content": m["content"].split("\n")[-1]} for m in MESSAGES]
-    found = pieces_of(template, messages)
-    assert [(piece.text, piece.is_model) for piece in found] == [*zip(pieces, [False, True] * 2, strict=True)]
-
-
-def test_a_turn_without_reasoning_ends_the_reasoning_that_its_header_opens():
-    found = texts_of(NEMOTRON, [MESSAGES[0], MESSAGES[3]])
-    assert found == [OPENED + THINK, "</think>\n\n4<|im_end|>\n"]
-    reasoned = {**MESSAGES[3], "reasoning_content": "B"}
-    assert texts_of(NEMOTRON, [MESSAGES[0], reasoned])[1] == "B\n</think>\n\n4<|im_end|>\n"
-
-
 OPENS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
 CLOSES = "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + HEADER
 LAST = "{{ m.content.split('</think>')[-1] | trim }}"
 AS_FIELD = [MESSAGES[0], {**MESSAGES[1], "reasoning_content": "A", "content": "2"}, *MESSAGES[2:]]
-each_form = pytest.mark.parametrize("messages", [MESSAGES, AS_FIELD], ids=["text", "field"])
 
 
-@each_form
-@pytest.mark.parametrize(
-    ("finished", "no_thought"),
-    [
-        (LAST, "</think>\n\n"),  # Nemotron Nano 2: without reasoning
-        ("\n</think>\n\n{{ m.content }}", "\n</think>\n\n"),  # Qwen 3 Thinking: with an empty one before it
-        ("\n</think>\n\n" + LAST, "\n</think>\n\n"),
-        ("<think></think>" + LAST, "</think>\n\n"),  # opened again
-    ],
+@pytest.mark.parametrize("messages", [MESSAGES, AS_FIELD], ids=["text", "field"])
+@cases(
+    "finished, no_thought",
+    (LAST, "</think>\n\n"),  # Nemotron Nano 2: without reasoning
+    ("\n</think>\n\n{{ m.content }}", "\n</think>\n\n"),  # Qwen 3 Thinking: with an empty one before it
+    ("\n</think>\n\n" + LAST, "\n</think>\n\n"),
+    ("<think></think>" + LAST, "</think>\n\n"),  # opened again
 )
 def test_a_finished_turn_that_lacks_the_reasoning_its_header_opens_gets_it(finished: str, no_thought: str, messages):
     for known in (messages, messages[:2]):
-        expected = [OPENED + THINK, "A\n</think>\n\n2<|im_end|>\n", BETWEEN + THINK, f"{no_thought}4<|im_end|>\n"]
+        expected = [OPENED + THINK, THOUGHT, BETWEEN + THINK, f"{no_thought}4<|im_end|>\n"]
         assert texts_of(OPENS + finished + CLOSES, known) == expected[: len(known)]
 
 
@@ -120,25 +87,36 @@ EMPTY = HEAD.strip("\n") + "{% if m.role == 'assistant' %}<think></think>{% endi
 STRIPPED = HEAD + LAST + TAIL
 
 
-@each_form
-def test_the_reasoning_that_a_template_empties_is_put_back(messages: list[dict[str, Any]]):
-    found = texts_of(EMPTY, messages)
-    assert found[1::2] == ["<think>A</think>2<|im_end|>", "<think></think>4<|im_end|>"]
-    assert "think" not in found[0] + found[2]
+REASONED = {**MESSAGES[3], "reasoning_content": "A"}
+WITHOUT = [m | {"content": m["content"].split("\n")[-1]} for m in MESSAGES]
+KEPT = [MESSAGES[0], {**MESSAGES[1], "content": "<think>\nA\n</think>2"}, *MESSAGES[2:]]
+# DeepSeek V3.1: a finished turn has only the end of the reasoning, and its header no line end.
+INLINE = OPENS.replace("<think>\n", "</think>") + LAST + CLOSES.replace("<think>\n", "<think>")
+PHI_HEADER, GPT_HEADER = "<|im_end|>\n<|assistant|>\n", "<|im_end|><|im_start|>assistant<|header|>"
+EMPTIED = [
+    "<|im_start|>user1<|im_end|><|im_start|>assistant", "<think>A</think>2<|im_end|>",
+    "<|im_start|>user3<|im_end|><|im_start|>assistant", "<think></think>4<|im_end|>",
+]  # fmt: skip
 
 
-def test_the_reasoning_that_a_template_strips_is_kept_as_written():
-    written = {**MESSAGES[1], "content": "<think>\nA\n</think>2"}
-    found = texts_of(STRIPPED, [MESSAGES[0], written, *MESSAGES[2:]])
-    assert found == [OPENED, "<think>\nA\n</think>2<|im_end|>\n", BETWEEN, "4<|im_end|>\n"]
-
-
-def test_a_header_without_a_line_end_is_followed_by_reasoning_without_one():
-    # DeepSeek V3.1: a finished turn has only the end of the reasoning.
-    finished = OPENS.replace("<think>\n", "</think>") + LAST + CLOSES.replace("<think>\n", "<think>")
-    found = texts_of(finished, MESSAGES)
-    assert found[1::2] == ["A</think>2<|im_end|>\n", "</think>4<|im_end|>\n"]
-    assert found[::2] == [OPENED + "<think>", BETWEEN + "<think>"]
+@cases(
+    "template, messages, pieces",
+    (QWEN3, MESSAGES, [OPENED, f"<think>\n{THOUGHT}", BETWEEN, "<think>\n\n</think>\n\n4<|im_end|>\n"]),
+    (DEEPSEEK_R1, MESSAGES, [OPENED + THINK, THOUGHT, BETWEEN + THINK, "</think>\n\n4<|im_end|>\n"]),
+    (PHI, WITHOUT, [f"<|user|>\n1{PHI_HEADER}", "2<|im_end|>\n", f"<|user|>\n3{PHI_HEADER}", "4<|im_end|>\n</s>"]),
+    (GPT_OSS, WITHOUT, [
+        f"<|im_start|>user<|header|>1{GPT_HEADER}", "2<|/turn|>",
+        f"<|im_end|><|im_start|>user<|header|>3{GPT_HEADER}", "4<|/turn|>",
+    ]),
+    (NEMOTRON, MESSAGES[::3], [OPENED + THINK, "</think>\n\n4<|im_end|>\n"]),
+    (NEMOTRON, [MESSAGES[0], REASONED], [OPENED + THINK, "A\n</think>\n\n4<|im_end|>\n"]),
+    (INLINE, MESSAGES, [OPENED + "<think>", "A</think>2<|im_end|>\n", BETWEEN + "<think>", "</think>4<|im_end|>\n"]),
+    (STRIPPED, KEPT, [OPENED, "<think>\nA\n</think>2<|im_end|>\n", BETWEEN, "4<|im_end|>\n"]),
+    *((EMPTY, messages, EMPTIED) for messages in (MESSAGES, AS_FIELD)),
+)  # fmt: skip
+def test_each_turn_is_rendered_as_the_last_one_with_its_reasoning(template, messages, pieces):
+    found = [(piece.text, piece.is_model) for piece in pieces_of(template, messages)]
+    assert found == [*zip(pieces, [False, True] * 2, strict=False)]
 
 
 def test_variables_and_tools_reach_the_template():
@@ -187,35 +165,29 @@ INSTEAD = (
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": ADD}]}
 
 
-def test_a_turn_with_calls_is_followed_by_the_text_after_its_last_call():
+def test_calls_are_followed_by_the_text_after_the_last_and_may_lack_arguments_or_the_field_function():
     found = texts_of(INSTEAD, [MESSAGES[0], CALL, *RESULT])
     assert json.loads(found[1].removeprefix("<tool_call>").removesuffix("<|turn|>"))["name"] == "add"
     assert found[2] == "<|im_end|><|im_start|>tool\n3<|im_end|><|im_start|>assistant\n"
-
-
-@pytest.mark.parametrize("call", [{"function": {"name": "add"}}, {"name": "add", "arguments": "{}"}])
-def test_a_call_may_lack_arguments_or_the_field_function(call: Any):
-    found = texts_of(CALLS, [MESSAGES[0], CALL | {"tool_calls": [call]}])
-    assert found[1] == """<tool_call>{"name": "add", "arguments": {}}<|im_end|>\n"""
+    for call in ({"function": {"name": "add"}}, {"name": "add", "arguments": "{}"}):
+        found = texts_of(CALLS, [MESSAGES[0], CALL | {"tool_calls": [call]}])
+        assert found[1] == """<tool_call>{"name": "add", "arguments": {}}<|im_end|>\n"""
 
 
 SHORTENED = INSTEAD.replace("{% else %}", "{{ ';' if loop.last }}{% else %}")
 LENGTHENED = GPT_OSS.replace("'<|/turn|>'", "('.!' if m.content | length > 9 else '.') ~ '<|/turn|>'")
 LENGTHENED = LENGTHENED.replace("else '<|im_end|>'", "else '.<|im_end|>'")
-REASONED = {**MESSAGES[3], "reasoning_content": "A"}
 NO_RECORDS = "`tool_calls` must hold a list of records with `function`, a record, got"
 
 
-@pytest.mark.parametrize(
-    ("template", "turns", "complaint"),
-    [
-        (STRIPPED, [REASONED], r"reasoning of a turn, but omits 'A': .*, or write it at the start"),
-        (OTHER, MESSAGES[1:], "with the header that it opens the turn with, but they differ after"),
-        (SHORTENED, [CALL, *RESULT], r"every turn as the last one, but replaces ';<.turn.>': provide the columns"),
-        # The end depends on the text of the turn.
-        (LENGTHENED, MESSAGES[3:] + MESSAGES[2:], r"as the last one, but replaces '!<./turn.>': provide the columns"),
-        *((QWEN3, [CALL | {"tool_calls": calls}], NO_RECORDS) for calls in ("[]", ["add"], [{"function": "add"}])),
-    ],
+@cases(
+    "template, turns, complaint",
+    (STRIPPED, [REASONED], r"reasoning of a turn, but omits 'A': .*, or write it at the start"),
+    (OTHER, MESSAGES[1:], "with the header that it opens the turn with, but they differ after"),
+    (SHORTENED, [CALL, *RESULT], r"every turn as the last one, but replaces ';<.turn.>': provide the columns"),
+    # The end depends on the text of the turn.
+    (LENGTHENED, MESSAGES[3:] + MESSAGES[2:], r"as the last one, but replaces '!<./turn.>': provide the columns"),
+    *((QWEN3, [CALL | {"tool_calls": calls}], NO_RECORDS) for calls in ("[]", ["add"], [{"function": "add"}])),
 )
 def test_what_a_template_cannot_render_is_refused(template: str, turns: list[dict[str, Any]], complaint: str):
     with pytest.raises(ConfigError, match=complaint):
@@ -226,15 +198,13 @@ CHATML = TEMPLATES["chatml"][0]
 
 
 @pytest.mark.parametrize("rest", [[], RESULT], ids=["last turn", "earlier turn"])
-@pytest.mark.parametrize(
-    ("template", "content", "complaint"),
-    [
-        (CHATML, "", "before the end token of a turn, but omits 'add': set model.chat_template"),
-        (GPT_OSS, "", "omits ('add'|one)"),
-        # Nemotron Nano 2: ends the turn between its text and its calls
-        (CALLS.replace("{% for c", "{{ '<|turn|>\n' if m.content }}{% for c"), "12", "omits 'add'"),
-        (INSTEAD, "<think>\nA\n</think>\n\n12", "the reasoning of a turn, but omits 'A': set model.chat_template"),
-    ],
+@cases(
+    "template, content, complaint",
+    (CHATML, "", "before the end token of a turn, but omits 'add': set model.chat_template"),
+    (GPT_OSS, "", "omits ('add'|one)"),
+    # Nemotron Nano 2: ends the turn between its text and its calls
+    (CALLS.replace("{% for c", "{{ '<|turn|>\n' if m.content }}{% for c"), "12", "omits 'add'"),
+    (INSTEAD, "<think>\nA\n</think>\n\n12", "the reasoning of a turn, but omits 'A': set model.chat_template"),
 )
 def test_a_template_that_omits_calls_or_the_text_beside_them_is_refused(template, content, complaint, rest):
     tokenizer = make_chat_tokenizer("qwen3")

@@ -14,8 +14,9 @@ from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig, SftConfig
 from slipstream.learner.sft.conversation import Piece, chat_pieces
-from slipstream.learner.sft.dataset import read_heldout, read_train, tokenize
+from slipstream.learner.sft.dataset import read_heldout, read_train
 from tests.builders import make_trajectory
+from tests.cases import cases
 from tests.tiny_model import make_tokenizer
 from tests.unit.learner.builders import make_model, make_run
 
@@ -63,21 +64,18 @@ ANSWERED = conversation(("user", "1+2"), ("assistant", "3"))
 PROMPT = conversation(("user", "1"), ("assistant", "2"), ("user", "3"))
 
 
-@pytest.mark.parametrize(
-    ("rows", "settings", "texts", "trained"),
-    [
-        (ROWS, {}, ["12=21<eos>", "345=543<eos>"], ["21<eos>", "543<eos>"]),
-        ([ROWS[0] | {"response": "21<eos>"}], {}, ["12=21<eos>"], ["21<eos>"]),
-        ([RECORD], COLUMNS, ["12=21<eos>"], ["21<eos>"]),
-        ([{"messages": ANSWERED}], {"template": TEMPLATE}, ["user=1+2<eos>+assistant=3<eos>+"], ["3<eos>"]),
-        (
-            [{"prompt": PROMPT, "response": "4"}],
-            {"template": TEMPLATE},
-            ["user=1<eos>+assistant=2<eos>+user=3<eos>+assistant=4<eos>+"],
-            ["4<eos>"],
-        ),
-    ],
-    ids=["text", "text with its end", "nested columns", "messages", "prompt of messages"],
+@cases(
+    "rows, settings, texts, trained",
+    (ROWS, {}, ["12=21<eos>", "345=543<eos>"], ["21<eos>", "543<eos>"]),
+    ([ROWS[0] | {"response": "21<eos>"}], {}, ["12=21<eos>"], ["21<eos>"]),
+    ([RECORD], COLUMNS, ["12=21<eos>"], ["21<eos>"]),
+    ([{"messages": ANSWERED}], {"template": TEMPLATE}, ["user=1+2<eos>+assistant=3<eos>+"], ["3<eos>"]),
+    (
+        [{"prompt": PROMPT, "response": "4"}],
+        {"template": TEMPLATE},
+        ["user=1<eos>+assistant=2<eos>+user=3<eos>+assistant=4<eos>+"],
+        ["4<eos>"],
+    ),
 )
 def test_responses_are_trained_whatever_form_the_rows_have(tmp_path, rows, settings, texts, trained):
     tokenizer, found = make_tokenizer(), read_train(sft_run(tmp_path, rows, **settings)).demonstrations
@@ -91,16 +89,14 @@ SCHEMAS = [{"name": "7"}, {"name": "8", "parameters": {"a": {"type": "9"}}}]
 
 
 @pytest.mark.parametrize("form", ["messages", "prompt"])
-@pytest.mark.parametrize(
-    ("columns", "start"),
-    [
-        ({"tools": SCHEMAS}, "275="),
-        ({"tools": '[{"name": "7"}]'}, "175="),
-        ({"tools": None}, "5="),
-        ({"tools": []}, "5="),
-        ({"chat_template_kwargs": {"level": "6"}}, "6="),
-        ({"chat_template_kwargs": '{"level": "6"}'}, "6="),
-    ],
+@cases(
+    "columns, start",
+    ({"tools": SCHEMAS}, "275="),
+    ({"tools": '[{"name": "7"}]'}, "175="),
+    ({"tools": None}, "5="),
+    ({"tools": []}, "5="),
+    ({"chat_template_kwargs": {"level": "6"}}, "6="),
+    ({"chat_template_kwargs": '{"level": "6"}'}, "6="),
 )
 def test_rows_show_their_tools_and_set_variables_of_the_template(tmp_path, form, columns, start):
     row = {"messages": ANSWERED} if form == "messages" else {"prompt": ANSWERED[:1], "response": "3"}
@@ -142,45 +138,43 @@ def test_unfit_rows_are_skipped_and_counted_on_request(tmp_path):
     assert (len(file.demonstrations), file.num_empty, file.num_too_long) == (2, 2, 1)
 
 
-@pytest.mark.parametrize(
-    ("rows", "complaint", "settings"),
-    [
-        (UNFIT, "row 2: the response must not be empty", {}),
-        (ROWS, "row 1: it must hold at most model.max_length (6) tokens, got 8", {"max_length": 6}),
-        (UNFIT[2:], "got none: 2 rows with nothing to learn and 1 longer", SKIP),
-        (pa.Table.from_pylist(ROWS).slice(0, 0), "must hold at least one demonstration", {}),
-        ([ROWS[0], {"prompt": None, "response": "2"}], "row 1: `prompt` must be filled", {}),
-        ([{"prompt": "1", "reply": "2"}], "must have the column `response`, got only prompt, reply", {}),
-        ([{"token_ids": [4, 5]}], "must have the column `prompt`, got only token_ids", {}),
-        ([{"prompt": "1", "record": {"a": "2"}}], "`record.missing`", MISSING),
-        ([{"prompt": 1, "response": "2"}], "`prompt` must hold text or lists of messages, got int64", {}),
-        ([{"prompt": "1", "response": 2}], "`response` must hold text, got int64", {}),
-        ([{"messages": "1"}], "`messages` must hold lists of records with `role` and `content`", {}),
-        ([{"messages": [{"from": "user", "text": "1"}]}], "`messages` must hold lists of records", {}),
-        ([{"token_ids": ["4"], "model_mask": [True]}], "`token_ids` must hold lists of integers", {}),
-        ([{"token_ids": [4], "model_mask": [0.5]}], "`model_mask` must hold lists of booleans", {}),
-        ([{"token_ids": [4, 5], "model_mask": [True]}], "row 0: token_ids and model_mask must be filled lists", {}),
-        ([{"token_ids": [4, 5000], "model_mask": [False, True]}], "row 0: token ids must lie between 0 and 40", {}),
-        ([{"token_ids": [-1, 5], "model_mask": [False, True]}], "row 0: token ids must lie between 0 and 40", {}),
-        ([{"messages": ANSWERED}], "lists of messages need a chat template", {"template": ""}),
-        ([{"messages": ANSWERED, "tools": "add"}], "row 0: `tools` must hold a list of schemas, .*, got 'add'", SHOWN),
-        ([{"messages": ANSWERED, "tools": "{}"}], "row 0: `tools` must hold a list of schemas, .*, got '{}'", SHOWN),
-        (
-            [{"messages": ANSWERED, "chat_template_kwargs": [1]}],
-            "row 0: `chat_template_kwargs` must hold a record, or its JSON text", SHOWN,
-        ),
-        (
-            [{"messages": ANSWERED, "chat_template_kwargs": {"tokenize": True}}],
-            "row 0: chat_template_kwargs must hold variables of the templ", SHOWN,
-        ),
-        ([{"messages": ANSWERED}], "never mentions 'lvl'", SHOWN | {"variables": {"lvl": "5"}}),
-        (
-            [TEXT], "model.chat_template_kwargs must be empty for pairs",
-            SHOWN | {"variables": {"level": "5"}, "objective": "pairs"},
-        ),
-        ([TEXT | {"chosen": ""}], "row 0: the response must not be empty", PAIRS),
-        ([{"prompt": "1=", "chosen": "2"}], "must have the column `rejected`", PAIRS),
-    ],
+@cases(
+    "rows, complaint, settings",
+    (UNFIT, "row 2: the response must not be empty", {}),
+    (ROWS, "row 1: it must hold at most model.max_length (6) tokens, got 8", {"max_length": 6}),
+    (UNFIT[2:], "got none: 2 rows with nothing to learn and 1 longer", SKIP),
+    (pa.Table.from_pylist(ROWS).slice(0, 0), "must hold at least one demonstration", {}),
+    ([ROWS[0], {"prompt": None, "response": "2"}], "row 1: `prompt` must be filled", {}),
+    ([{"prompt": "1", "reply": "2"}], "must have the column `response`, got only prompt, reply", {}),
+    ([{"token_ids": [4, 5]}], "must have the column `prompt`, got only token_ids", {}),
+    ([{"prompt": "1", "record": {"a": "2"}}], "`record.missing`", MISSING),
+    ([{"prompt": 1, "response": "2"}], "`prompt` must hold text or lists of messages, got int64", {}),
+    ([{"prompt": "1", "response": 2}], "`response` must hold text, got int64", {}),
+    ([{"messages": "1"}], "`messages` must hold lists of records with `role` and `content`", {}),
+    ([{"messages": [{"from": "user", "text": "1"}]}], "`messages` must hold lists of records", {}),
+    ([{"token_ids": ["4"], "model_mask": [True]}], "`token_ids` must hold lists of integers", {}),
+    ([{"token_ids": [4], "model_mask": [0.5]}], "`model_mask` must hold lists of booleans", {}),
+    ([{"token_ids": [4, 5], "model_mask": [True]}], "row 0: token_ids and model_mask must be filled lists", {}),
+    ([{"token_ids": [4, 5000], "model_mask": [False, True]}], "row 0: token ids must lie between 0 and 40", {}),
+    ([{"token_ids": [-1, 5], "model_mask": [False, True]}], "row 0: token ids must lie between 0 and 40", {}),
+    ([{"messages": ANSWERED}], "lists of messages need a chat template", {"template": ""}),
+    ([{"messages": ANSWERED, "tools": "add"}], "row 0: `tools` must hold a list of schemas, .*, got 'add'", SHOWN),
+    ([{"messages": ANSWERED, "tools": "{}"}], "row 0: `tools` must hold a list of schemas, .*, got '{}'", SHOWN),
+    (
+        [{"messages": ANSWERED, "chat_template_kwargs": [1]}],
+        "row 0: `chat_template_kwargs` must hold a record, or its JSON text", SHOWN,
+    ),
+    (
+        [{"messages": ANSWERED, "chat_template_kwargs": {"tokenize": True}}],
+        "row 0: chat_template_kwargs must hold variables of the templ", SHOWN,
+    ),
+    ([{"messages": ANSWERED}], "never mentions 'lvl'", SHOWN | {"variables": {"lvl": "5"}}),
+    (
+        [TEXT], "model.chat_template_kwargs must be empty for pairs",
+        SHOWN | {"variables": {"level": "5"}, "objective": "pairs"},
+    ),
+    ([TEXT | {"chosen": ""}], "row 0: the response must not be empty", PAIRS),
+    ([{"prompt": "1=", "chosen": "2"}], "must have the column `rejected`", PAIRS),
 )  # fmt: skip
 def test_rows_settings_and_columns_that_do_not_fit_are_named(tmp_path, rows, complaint, settings):
     with pytest.raises(ConfigError) as caught:
@@ -194,15 +188,13 @@ SHAREGPT = [{"from": "human", "value": "1+2"}, {"from": "gpt", "value": "3"}]
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json", "jsonl.gz", "csv"])
-@pytest.mark.parametrize(
-    ("row", "text"),
-    [
-        ({"prompt": "12=", "response": "21"}, "12=21<eos>"),
-        ({"question": "12=", "answer": "21", "other": "no"}, "12=21<eos>"),
-        ({"instruction": "1", "input": "2=", "output": "21"}, "12=21<eos>"),
-        ({"conversations": SHAREGPT}, "user=1+2<eos>+assistant=3<eos>+"),
-        ({"messages": ANSWERED}, "user=1+2<eos>+assistant=3<eos>+"),
-    ],
+@cases(
+    "row, text",
+    ({"prompt": "12=", "response": "21"}, "12=21<eos>"),
+    ({"question": "12=", "answer": "21", "other": "no"}, "12=21<eos>"),
+    ({"instruction": "1", "input": "2=", "output": "21"}, "12=21<eos>"),
+    ({"conversations": SHAREGPT}, "user=1+2<eos>+assistant=3<eos>+"),
+    ({"messages": ANSWERED}, "user=1+2<eos>+assistant=3<eos>+"),
 )
 def test_common_columns_are_read_from_every_format(tmp_path, suffix, row, text):
     if suffix == "csv" and len(row) == 1:
@@ -223,12 +215,10 @@ def test_common_columns_are_read_from_every_format(tmp_path, suffix, row, text):
     assert [make_tokenizer().decode(each.token_ids) for each in found] == [text, text]
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("[1]", "mine.jsonl: row 1 must be a JSON record, got b'\\[1\\]'"),
-        ('{"prompt": [1], "response": "2"}', "column `prompt` must hold values of one type"),
-    ],
+@cases(
+    "line, words",
+    ("[1]", "mine.jsonl: row 1 must be a JSON record, got b'\\[1\\]'"),
+    ('{"prompt": [1], "response": "2"}', "column `prompt` must hold values of one type"),
 )
 def test_json_rows_that_do_not_fit_are_named(tmp_path, line, words):
     (tmp_path / "mine.jsonl").write_text(f'{{"prompt": "1", "response": "2"}}\n{line}')
@@ -250,30 +240,13 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path):
         read_train(run)
 
 
-def test_every_assistant_turn_is_trained_and_the_rest_is_context():
-    turns = [("user", "1+2"), ("assistant", "3"), ("tool", "9"), ("assistant", "4"), ("user", "ok")]
-    texts = ["system=sum<eos>+user=1+2<eos>+assistant=", "3<eos>+", "tool=9<eos>+assistant=", "4<eos>+"]
-    pieces = [Piece(text, is_model=number % 2 == 1) for number, text in enumerate(texts)]
-    assert chat_pieces(conversation(("system", "sum"), *turns), tokenizer=chat_tokenizer()) == pieces
-
-
-def test_the_tokens_are_those_of_the_whole_conversation_and_none_after_an_end_token_is_trained():
-    tokenizer, messages = chat_tokenizer(), [*ANSWERED, *conversation(("user", "4"), ("assistant", "5"))]
-    found = tokenize(chat_pieces(messages, tokenizer=tokenizer), tokenizer=tokenizer, end_ids=[1])
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert found.token_ids.tolist() == tokenizer.encode(whole, add_special_tokens=False)
-    assert tokenizer.decode(found.token_ids[found.model_mask]) == "3<eos>5<eos>"
-
-
-@pytest.mark.parametrize(
-    ("template", "ends", "trained"),
-    [
-        # GLM: the header of the next turn ends a turn.
-        (HEADERS, [0, 1], ["3<pad>", "5<eos>"]),
-        (HEADERS, [1], ["3", "5<eos>"]),
-        # Gemma, Phi 3: text follows the end token, which the tokenizer does not name.
-        ("{% for m in messages %}{{ m.content }}<pad>=<eos>{% endfor %}", [0, 1], ["3<pad>", "5<pad>"]),
-    ],
+@cases(
+    "template, ends, trained",
+    # GLM: the header of the next turn ends a turn.
+    (HEADERS, [0, 1], ["3<pad>", "5<eos>"]),
+    (HEADERS, [1], ["3", "5<eos>"]),
+    # Gemma, Phi 3: text follows the end token, which the tokenizer does not name.
+    ("{% for m in messages %}{{ m.content }}<pad>=<eos>{% endfor %}", [0, 1], ["3<pad>", "5<pad>"]),
 )
 def test_each_turn_is_trained_up_to_the_first_end_token_of_the_model(tmp_path, template, ends, trained):
     rows = [{"messages": [*ANSWERED, *conversation(("user", "4"), ("assistant", "5"))]}]
@@ -290,11 +263,6 @@ def test_each_turn_is_trained_up_to_the_first_end_token_of_the_model(tmp_path, t
     assert read_train(run).demonstrations[0].model_mask.tolist() == found.model_mask.tolist()
 
 
-def test_the_first_token_is_never_trained_because_nothing_predicts_it():
-    demonstration = tokenize([Piece("21", is_model=True)], tokenizer=make_tokenizer(), end_ids=[1])
-    assert demonstration.trained.tolist() == [1, 2]
-
-
 def test_a_conversation_has_pieces_unless_its_assistant_says_nothing_and_calls_nothing():
     for turns in ([("user", "1")], [("user", "1"), ("assistant", "")], []):
         assert chat_pieces(conversation(*turns), tokenizer=chat_tokenizer()) == []
@@ -303,12 +271,10 @@ def test_a_conversation_has_pieces_unless_its_assistant_says_nothing_and_calls_n
     assert chat_pieces(messages, tokenizer=chat_tokenizer(template)) == [Piece("1<eos>", False), Piece("2<eos>", True)]
 
 
-@pytest.mark.parametrize(
-    ("template", "complaint"),
-    [
-        (FORGETFUL, "provide the columns token_ids and model_mask"),
-        ("{{ raise_exception('roles must alternate') }}", "must fit the chat template: roles must alternate"),
-    ],
+@cases(
+    "template, complaint",
+    (FORGETFUL, "provide the columns token_ids and model_mask"),
+    ("{{ raise_exception('roles must alternate') }}", "must fit the chat template: roles must alternate"),
 )
 def test_a_template_that_rewrites_the_beginning_or_does_not_know_the_messages_is_refused(template, complaint):
     messages = [*ANSWERED, *conversation(("user", "3"), ("assistant", "4"))]
@@ -319,14 +285,12 @@ def test_a_template_that_rewrites_the_beginning_or_does_not_know_the_messages_is
 WHOLE = {side: conversation(("user", "1"), ("assistant", text)) for side, text in (("chosen", "2"), ("rejected", "3"))}
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        (TEXT, ["1=2<eos>", "1=3<eos>"]),
-        (TEXT | {"prompt": conversation(("user", "1"))}, ["1=2=", "1=3="]),
-        ({"prompt": "1", "chosen": WHOLE["chosen"][1:], "rejected": WHOLE["rejected"][1:]}, ["1=2=", "1=3="]),
-        (WHOLE, ["1=2=", "1=3="]),
-    ],
+@cases(
+    "row, expected",
+    (TEXT, ["1=2<eos>", "1=3<eos>"]),
+    (TEXT | {"prompt": conversation(("user", "1"))}, ["1=2=", "1=3="]),
+    ({"prompt": "1", "chosen": WHOLE["chosen"][1:], "rejected": WHOLE["rejected"][1:]}, ["1=2=", "1=3="]),
+    (WHOLE, ["1=2=", "1=3="]),
 )
 def test_pairs_are_texts_or_messages(tmp_path, row, expected):
     (pair,) = read_train(sft_run(tmp_path, [row], **PAIRS)).demonstrations

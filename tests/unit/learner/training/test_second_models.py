@@ -21,6 +21,7 @@ from slipstream.learner.engines.engine import ModelEngine
 from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
 from slipstream.learner.training.saved_model import save_model
 from slipstream.learner.training.second_model import ValueModel, load_value_model
+from tests.cases import cases
 from tests.metric_docs import CRITIC, PROCESS_REWARD, keys_under
 from tests.tiny_model import make_tiny_module, make_tokenizer
 from tests.tolerance import gradient_terms, is_rounding, largest_difference
@@ -39,6 +40,7 @@ from tests.unit.learner.builders import (
     model_config,
     save,
     second_weights,
+    train_steps,
 )
 
 CRITIC_METRICS = keys_under(CRITIC)
@@ -51,11 +53,9 @@ def make_critic_run(tmp_path, *, learner=None, advantage=None, critic=None, **al
     return make_run(make_model(tmp_path), learner=learner, algorithm=config)
 
 
-def train(run, *, steps=2, num_groups=2):
+def train(run, *, steps=2):
     trainer = make_trainer(run)
-    batches = [make_groups(num_groups=num_groups, seed=seed) for seed in range(steps)]
-    metrics = [trainer.step(groups, learner_version=0, step=i + 1) for i, groups in enumerate(batches)]
-    return trainer, metrics
+    return trainer, train_steps(trainer, range(steps))
 
 
 def policy_weights(trainer):
@@ -80,28 +80,6 @@ def test_a_step_reports_and_moves_the_critic_and_the_first_loss_is_half_the_mean
     assert metrics["learner/critic_loss"] == pytest.approx(0.5 * (3 * 1.0 + 0.16) / 4)
     assert metrics["learner/critic_clip_fraction"] == 0
     assert metrics["learner/critic_explained_variance"] == 0
-
-
-def make_predictable(seed):
-    """Rewards depend on two of the tokens, so they are predictable from then on."""
-    random = np.random.default_rng(seed)
-    groups = []
-    for group in range(2):
-        answers = [tuple(random.choice([5, 30], size=4).tolist()) for _ in range(8)]
-        rewards = [1.0 * (answer[0] == 30) + 0.5 * (answer[1] == 30) for answer in answers]
-        pairs = enumerate(zip(answers, rewards, strict=True))
-        groups.append([make_response(group, i, response=answer, reward=reward) for i, (answer, reward) in pairs])
-    return groups
-
-
-def test_values_come_to_predict_returns_that_can_be_predicted(tmp_path):
-    critic = {"warmup_steps": 40, "optimizer": configs.CriticOptimizerConfig(learning_rate=3e-3)}
-    trainer = make_trainer(make_critic_run(tmp_path, critic=critic, learner={"max_steps": 40}))
-    metrics = [trainer.step(make_predictable(step), learner_version=0, step=step + 1) for step in range(40)]
-    explained = [row["learner/critic_explained_variance"] for row in metrics]
-    assert abs(explained[0]) < 0.05
-    # The first of four tokens reveals nothing yet, the second a fifth, so at most 0.7 can be explained.
-    assert np.mean(explained[-5:]) > 0.5
 
 
 def test_the_clip_holds_values_that_an_earlier_update_of_the_step_has_moved(tmp_path):
@@ -221,11 +199,8 @@ def test_values_of_packed_sequences_are_those_of_each_alone(layout):
 
 
 @torch.no_grad()
-def test_a_value_does_not_see_the_token_that_follows_and_a_tools_tokens_are_read_and_have_none():
+def test_tokens_of_a_tool_are_read_and_have_no_value():
     model = make_value_model()
-    first, second = (values_packed(model, [make_response(response=r)]) for r in ((5, 6, 7, 1), (5, 6, 9, 8)))
-    assert first[:3].equal(second[:3])
-    assert first[3] != second[3]
     mask = np.array([False] * 4 + [True, True, False, False, True, True])
     tool, other = (make_response(response=(5, 6, read, 21, 7, 1), model_mask=mask) for read in (20, 22))
     values = values_packed(model, [tool])
@@ -234,13 +209,7 @@ def test_a_value_does_not_see_the_token_that_follows_and_a_tools_tokens_are_read
     assert values[2] != values_packed(model, [other])[2]
 
 
-def test_it_begins_with_the_policys_trunk_and_zeros_and_returns_float32_even_in_bfloat16(tmp_path):
-    model, trunk = load(make_model(tmp_path)), make_tiny_module().model
-    assert all(a.equal(b) for a, b in zip(model.trunk.parameters(), trunk.parameters(), strict=True))
-    values = values_packed(model, make_groups()[0])
-    assert values.dtype == torch.float32
-    assert not values.any()
-    assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+def test_values_are_float32_even_in_bfloat16(tmp_path):
     rough, exact = load(make_model(tmp_path), dtype="bfloat16"), load(make_model(tmp_path))
     for model in (rough, exact):
         torch.nn.init.constant_(model.head.weight, 0.1)
@@ -374,36 +343,7 @@ def test_two_steps_match_a_textbook_loop(tmp_path, budget):
     assert trainer.second_model.num_updates == trainer.num_updates == 2
 
 
-def test_it_learns_which_answers_are_correct_and_rewards_the_token_that_decides(tmp_path):
-    process_reward = {"optimizer": configs.ProcessRewardOptimizerConfig(learning_rate=3e-3), "beta": 0.5}
-    trainer = make_trainer(make_prime_run(tmp_path, learner={"max_steps": 30}, process_reward=process_reward))
-    batches, prepare = [], trainer.objective.prepare
-    trainer.objective.prepare = lambda batch: batches.append(batch) or prepare(batch)
-    metrics = []
-    for step in range(30):
-        random = np.random.default_rng(step)
-        answers = [(int(token), *random.integers(2, 30, 3).tolist()) for token in random.choice([5, 30], size=8)]
-        group = [make_response(0, i, response=a, reward=float(a[0] == 30)) for i, a in enumerate(answers)]
-        metrics.append(trainer.step([group], learner_version=0, step=step + 1))
-    assert metrics[0]["learner/process_reward_loss"] == pytest.approx(np.log(2), abs=1e-6)
-    assert metrics[-1]["learner/process_reward_loss"] < 0.5
-    assert metrics[-1]["learner/process_reward_accuracy"] == 1
-    rewards = batches[-1].tokens.process_rewards.view(8, 4)
-    is_correct = batches[-1].trajectories.is_correct
-    assert (rewards[is_correct, 0] > 0).all()
-    assert (rewards[~is_correct, 0] < 0).all()
-
-
 def test_each_update_learns_from_its_own_answers_that_have_a_reward_and_a_trained_token(tmp_path):
-    found = []
-    for is_correct in (False, True):
-        groups = make_mixed_groups()
-        failed = Reward(total=0.0, is_correct=is_correct, status="error")
-        groups[0][3] = msgspec.structs.replace(groups[0][3], reward=failed)
-        trainer = make_trainer(make_prime_run(tmp_path))
-        trainer.step(groups, learner_version=0, step=1)
-        found.append(second_weights(trainer))
-    assert largest_difference(*found) == 0
     trainer, before = make_trainer(make_prime_run(tmp_path)), make_trainer(make_prime_run(tmp_path))
     failed = [[msgspec.structs.replace(t, reward=Reward(total=0.0, status="error")) for t in g] for g in make_groups()]
     metrics = trainer.step(failed, learner_version=0, step=1)
@@ -444,15 +384,13 @@ def test_an_adapter_is_the_policys_alone(tmp_path):
     assert largest_difference(second_weights(adapted), second_weights(plain)) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"kl": KlConfig(0.1, refresh_every_steps=2)}, r"refresh_every_steps must be null .*, got 2: .* never changes"),
-        (
-            {"reward": configs.RewardShapingConfig(mask_truncated=True)},
-            "mask_truncated must be false with algorithm.advantage=prime",
-        ),
-    ],
+@cases(
+    "settings, complaint",
+    ({"kl": KlConfig(0.1, refresh_every_steps=2)}, r"refresh_every_steps must be null .*, got 2: .* never changes"),
+    (
+        {"reward": configs.RewardShapingConfig(mask_truncated=True)},
+        "mask_truncated must be false with algorithm.advantage=prime",
+    ),
 )
 def test_settings_that_contradict_it_are_refused(settings, complaint):
     with pytest.raises(ConfigError, match=complaint):
