@@ -240,13 +240,6 @@ def test_responses_that_cannot_be_scored_are_refused_in_one_sentence(tmp_path, c
     assert "Traceback" not in printed
 
 
-def test_commands_without_a_model_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code("evaluate", "seed=1") == exit_code("generate", "a", "b", "--out", "x") == 2
-    printed = capsys.readouterr().err
-    assert "MODEL must be a folder" in printed
-    assert "generate must have one model, got a, b." in printed
-
-
 def test_what_an_engine_prints_before_it_fails_is_in_a_file(tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with generate_module._engine_output():
