@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from slipstream.cli import main
-from slipstream.cluster import kubernetes
 from slipstream.cluster.kubernetes import ANY_INTERFACE, Manifest, Options, dump, manifests, read_patches, secret
 from slipstream.cluster.recipe import Recipe, read_recipe
 from slipstream.cluster.slurm import sbatch_script
@@ -274,18 +273,6 @@ spec:
     # Of the same document, only that which the patch names differs.
     plain = written("jobset", "name=mine")["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
     assert core["spec"]["containers"] == plain["spec"]["containers"]
-
-
-@cases(
-    "document, patch, expected",
-    ({"a": {"b": 1, "c": 2}}, {"a": {"b": None, "d": 3}}, {"a": {"c": 2, "d": 3}}),
-    ([{"name": "x", "v": 1}], [{"name": "y"}, {"name": "x"}], [{"name": "x", "v": 1}, {"name": "y"}]),
-    ([{"name": "x", "v": 1}], [{"name": "x", "w": 2}], [{"name": "x", "v": 1, "w": 2}]),
-    ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
-    ({}, {"a": {"b": None, "c": 1}}, {"a": {"c": 1}}),
-)
-def test_merging_follows_the_names_of_items(document: Any, patch: Any, expected: Any):
-    assert kubernetes.merged(document, patch) == expected
 
 
 @cases(

@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from rich.console import Console
 
@@ -15,11 +14,10 @@ from slipstream.configs.load import load, to_yaml
 from slipstream.launch import run as run_module
 from slipstream.launch.run import describe_finished, suggestions, with_free_name, with_stored_overrides
 from slipstream.launch.sweep import Spread, SweptRun, combine, draw, expand, name_runs, run_sweep
-from slipstream.observe.run_status import RunStatus
 from slipstream.observe.terminal import LiveView
 from slipstream.runtime.run_folder import RunFolder, find_run
 from tests.cases import cases
-from tests.fakes import STATUS_ROW, no_file_above, status_of
+from tests.fakes import no_file_above
 from tests.runs import exit_code
 
 RATE, STEPS = "learner.optimizer.learning_rate", "learner.max_steps"
@@ -236,14 +234,6 @@ def test_means_and_ranges_are_over_the_seeds_of_each_combination_that_ended() ->
     ]
     runs = [SweptRun(f"mine-{rate}", {RATE: rate}) for rate in ("1", "2")]
     assert len([*draw(runs)]) == 1
-
-
-def test_json_holds_every_field_and_decodes_to_the_same_status():
-    status = status_of(ready_versions={3: 5, 1: 2}, rows=(STATUS_ROW,))
-    plain = msgspec.json.decode(msgspec.json.encode(status))
-    assert plain.keys() == set(RunStatus.__struct_fields__)
-    assert plain["ready_by_lag"] == {"0": 5, "2": 2}
-    assert msgspec.json.decode(msgspec.json.encode(status), type=RunStatus) == status
 
 
 @pytest.mark.parametrize("content", [b"name: [\n  - {\nseed: 1", b"\xff\xfe\x00", b"", b"nosuch: 1", b"seed: x"])

@@ -122,9 +122,16 @@ def test_damaged_rows_are_dropped_with_a_word_and_the_whole_ones_are_kept(tmp_pa
     assert logged == []
 
 
-def test_a_full_disk_takes_a_row_whole_or_not_at_all(tmp_path: Path):
+def test_a_full_disk_takes_a_row_whole_or_not_at_all_and_leaves_the_files_of_the_launcher(tmp_path: Path):
     folder = folder_in(tmp_path)
+    with no_file_above(10), pytest.raises(OSError, match="File too large"):
+        folder.claim()
     folder.claim()
+    config = (folder.path / "config.yaml").read_bytes()
+    with no_file_above(10), capture_logs() as logged:
+        folder_in(tmp_path, resume=True).open()
+    assert [line["event"] for line in logged] == ["run_folder_not_updated"]
+    assert (folder.path / "config.yaml").read_bytes() == config
     folder.append_metrics(WHOLE[0])
     before = folder.metrics.read_bytes()
     with no_file_above(len(before) + 10), pytest.raises(OSError, match="File too large"):
@@ -135,18 +142,6 @@ def test_a_full_disk_takes_a_row_whole_or_not_at_all(tmp_path: Path):
         folder.keep_metrics(up_to_step=1)
     assert [*folder.keep_metrics(up_to_step=9)] == WHOLE[:2]
     assert not list(folder.path.glob("*.new"))
-
-
-def test_a_role_that_restarts_on_a_full_disk_leaves_the_files_of_its_launcher(tmp_path: Path):
-    begun = folder_in(tmp_path)
-    with no_file_above(10), pytest.raises(OSError, match="File too large"):
-        begun.claim()
-    begun.claim()
-    before = (begun.path / "config.yaml").read_bytes()
-    with no_file_above(10), capture_logs() as logged:
-        folder_in(tmp_path, resume=True).open()
-    assert [line["event"] for line in logged] == ["run_folder_not_updated"]
-    assert (begun.path / "config.yaml").read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["..", ".", "../up", "a/b", "/tmp/x", "", "a\n", "a b", ".hidden", "x" * 81])
