@@ -293,7 +293,6 @@ def test_an_unfit_patch_is_refused(content: str | None, sentence: str, tmp_path:
     "overrides, sentence",
     (["name=1st"], "name must begin with a letter and have <= 40 characters, got '1st'"),
     ([f"name={'n' * 41}"], "name must begin with a letter and have <= 40 characters"),
-    (["experiment=digits_serial", "name=mine"], "cluster.kind must be local with mode=serial"),
     (["cluster.learner.memory_gib=5", "name=mine"], "cluster.learner.memory_gib must be > 5, got 5"),
 )
 def test_a_run_that_cannot_be_placed_is_refused(overrides: list[str], sentence: str):

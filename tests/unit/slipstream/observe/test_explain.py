@@ -85,19 +85,14 @@ def on_step(reader: RunReader) -> str:
 
 
 def test_a_step_names_its_trajectories_and_the_weights_after_it_and_a_version_its_step():
-    printed = on_step(read(make_store()))
+    reader = read(make_store())
+    printed = on_step(reader)
     for part in (
-        "2 trajectories in 1 groups, learner at version 0",
-        "seed 7, settings cfg",
-        "version 1 (checksum bbbb)",
+        *("2 trajectories in 1 groups, learner at version 0", "seed 7, settings cfg", "version 1 (checksum bbbb)"),
         "test: 2 answers to 1 prompts, reward 0.5 (0.5 to 0.5), 6.0 tokens by the model",
-        "made by: generator-0 2",
-        "lag of the oldest token -> trajectories: 0: 2",
-        "0-0-0",
-        "0-0-1",
+        *("made by: generator-0 2", "lag of the oldest token -> trajectories: 0: 2", "0-0-0", "0-0-1"),
     ):
         assert part in printed
-    reader = read(make_store())
     assert [*explain_version(reader, 1)] == ["version 1: the weights after step 1, checksum bbbb"]
     with pytest.raises(ConfigError, match=re.escape("version must have been published by this run, got 5.")):
         list(explain_version(reader, 5))
