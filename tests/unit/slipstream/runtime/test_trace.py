@@ -59,7 +59,7 @@ def test_the_spans_of_a_trajectory_follow_each_other_under_its_id(folder: Path) 
     # A claim that was recorded before the insert does not turn time back.
     ("broker", r'(?<="stored","1-0-3",)\d+', str(10**18 + 10**5), ()),
     # Without a moment, the spans beside it are left out.
-    ("generator-0", r'\["scored".*?\],', "", ("reward", "put")),
+    ("generator-0", r',\["scored"[^]]*\]', "", ("reward", "put")),
     # A version that was replaced arrives with the next.
     ("learner", r'(?<={)"version":3}]]', '"version":5}]]', ()),
 )
