@@ -26,7 +26,6 @@ from slipstream.launch.run import with_sft_preset
 from slipstream.launch.sweep import expand
 from slipstream.observe.catalog.commands import app as data_app
 from tests import runs
-from tests.cases import cases
 from tests.shape.test_documents import HAND_WRITTEN, is_program
 from tests.shape.tree import ROOT, assert_none, text
 
@@ -223,7 +222,6 @@ slipstream stat
 slipstream status --wacth
 slipstream run learner.max_step=3
 slipstream run recipe=dopa
-slipstream run -m seed=1
 slipstream run -m recipe=dapo,dopa
 slipstream run -m recipe=dopa,dapo
 slipstream explain steps 12
@@ -238,17 +236,14 @@ python train.py
 """
 
 
-@pytest.mark.parametrize("line", WRONG.strip().splitlines())
-def test_a_wrong_command_would_be_found(line: str) -> None:
-    (command,) = in_block("page", f"{line}  # comment\n", prompt="")
-    assert misunderstood(command)
-
-
-@cases("printed", "error: learner.max_steps must be", "error: buffer.reuse.max_uses must be < 1 ...")
-def test_a_wrong_refusal_would_be_found(printed: str) -> None:
-    (command,) = in_block("page", f"$ slipstream run buffer.reuse.max_uses=0\n{printed}\n", prompt="$ ")
-    assert misunderstood(command)
-    assert misunderstood(command._replace(words=("slipstream", "run", "seed=1")))
+def test_a_wrong_command_and_a_wrong_refusal_would_be_found() -> None:
+    for line in WRONG.strip().splitlines():
+        (command,) = in_block("page", f"{line}  # comment\n", prompt="")
+        assert misunderstood(command), line
+    for printed in ("error: learner.max_steps must be", "error: buffer.reuse.max_uses must be < 1 ..."):
+        (command,) = in_block("page", f"$ slipstream run buffer.reuse.max_uses=0\n{printed}\n", prompt="$ ")
+        assert misunderstood(command)
+        assert misunderstood(command._replace(words=("slipstream", "run", "seed=1")))
 
 
 PARSE = """

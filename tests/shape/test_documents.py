@@ -100,7 +100,7 @@ def test_every_test_that_a_document_names_exists_and_every_attack_has_one() -> N
 
 
 def unknown_commands(page: str) -> list[str]:
-    commands, data_commands = names_of(app), names_of(data_app)
+    commands, data_commands = (typer.main.get_command(each).commands for each in (app, data_app))
     named = COMMAND.findall(text(page))
     unknown = [name for name, _ in named if name not in commands]
     unknown += [f"data {word}" for name, word in named if name == "data" and word and word not in data_commands]
@@ -133,11 +133,6 @@ def test_every_command_setting_option_and_metric_that_a_document_names_exists(un
     assert_none([f"{page}: {name}" for page in HAND_WRITTEN for name in unknown(page)])
 
 
-def names_of(program: typer.Typer) -> set[str]:
-    named = [(command.name, command.callback) for command in program.registered_commands]
-    return {name or (callback.__name__ if callback else "") for name, callback in named}
-
-
 def is_program(module: str) -> bool:
     path = ROOT.joinpath(*module.split("."))
     return (path / "__main__.py").is_file() or path.with_suffix(".py").is_file()
@@ -167,19 +162,7 @@ RUNS = [path for path in paths("run.yaml") if path.startswith("examples/")]
 
 
 @pytest.mark.parametrize("path", RUNS)
-def test_an_example_starts_in_a_clone_without_data_and_models(path, tmp_path, monkeypatch) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
-    try:
-        check_surroundings(load([f"experiment={path}"]))
-    except ConfigError as error:
-        if "needs the library" not in str(error):
-            raise
-        pytest.skip(str(error))
-
-
-@pytest.mark.parametrize("path", RUNS)
-def test_a_model_that_an_example_begins_with_is_made_by_its_first_step(path: str) -> None:
+def test_an_example_starts_in_a_clone_without_data_and_makes_the_model_that_it_begins_with(path, tmp_path, monkeypatch):
     run = load([f"experiment={path}"])
     made = [step for step in run.prepare if step.module == "slipstream"]
     # Named twice: where it is made and where it is used.
@@ -189,6 +172,14 @@ def test_a_model_that_an_example_begins_with_is_made_by_its_first_step(path: str
         first = load(overrides)
         assert (command, first.mode) == ("sft", "sft")
         assert Path(step.creates) == Path(first.runs_dir) / first.name / "final_model"
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    try:
+        check_surroundings(load([f"experiment={path}"]))
+    except ConfigError as error:
+        if "needs the library" not in str(error):
+            raise
+        pytest.skip(str(error))
 
 
 LINES = [line for line in text("Dockerfile").replace("\\\n", " ").splitlines() if line and not line.startswith("#")]

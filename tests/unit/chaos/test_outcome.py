@@ -1,20 +1,16 @@
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from safetensors.torch import save_file
 
 from slipstream.buffer.accounting import Audit, StoreCounts
 from slipstream.buffer.archive.archive import ArchiveCheck
 from slipstream.buffer.records import StepEntry
-from slipstream.learner.engines.optimizer import STATE_FILE
-from tests.builders import make_trajectory
 from tests.chaos import outcome
 from tests.chaos.delivery_audit import find_delivery_problems
 from tests.chaos.outcome import Evidence, Outcome, Sample, Stored, Times, Trained, find_problems
-from tests.chaos.watched.journal import Entry, Life, content_of
+from tests.chaos.watched.journal import Entry, Life
 
 STEPS, GROUPS_PER_STEP, SIZE, NUM_ROWS = 3, 2, 2, 7
 EXPECTED = outcome.uninterrupted(num_groups=STEPS * GROUPS_PER_STEP, group_size=SIZE, num_rows=4, seed=0)
@@ -127,14 +123,6 @@ def test_an_uninterrupted_run_is_sound_and_trains_on_each_prompt_once_per_epoch(
     assert prompts == {(f"train/{row:05d}", index): 3 for row in range(NUM_ROWS) for index in range(SIZE)}
 
 
-def test_a_lineage_comes_back_as_it_was_written_and_the_attempt_that_won_makes_no_other_sample(tmp_path: Path) -> None:
-    trained = [Trained(1, [("0", "train/00003", 0), ("0", "train/00003", 1)]), Trained(2, [("1", "train/00001", 0)])]
-    save_file(outcome.pack_lineage(trained), tmp_path / STATE_FILE.format(0))
-    assert outcome.read_lineage(tmp_path) == trained
-    first, again = make_trajectory("4", attempt=0), make_trajectory("4", attempt=3)
-    assert outcome.samples_of([[first]]) == outcome.samples_of([[again]]) == [("4", "test/4", 0)]
-
-
 TIMES = Times(lease_s=2.5, peer_timeout_s=1.5)
 OWNER = "generator-0/a"
 
@@ -149,6 +137,29 @@ def put(at: float, name: str, *, content: str = "", **facts: Any) -> Entry:
     return entry(at, "put", id=name, **(sound | {"spoiled": False} | facts))
 
 
+def prompts(at: float, lease: str, members: int) -> Entry:
+    return entry(at, "prompts", leases=[[lease, members]])
+
+
+def rolled_back(at: float, *, fence: int, version: int = 0) -> Entry:
+    found = {"found_step": 0, "found_version": version, "found_fence": fence}
+    return entry(at, "rolled_back", step=0, version=0, fence=fence, **found)
+
+
+def offered(what: str, name: str, answer: Entry) -> list[Entry]:
+    group = name.partition("-")[0]
+    return [entry(2.5, "offered", what=what, id=name, group=group, content="another"), answer]
+
+
+def nacked(at: float, name: str, reason: str) -> Entry:
+    return entry(at, "nacked", id=name, fatal=True, reason=reason)
+
+
+def again(at: float, kind: str, result: str, **facts: Any) -> list[Entry]:
+    """The learner repeats something of its step."""
+    return [entry(at, kind, step=1, fence=2), entry(at + 0.1, result, step=1, fence=2, **facts)]
+
+
 def make_generator() -> list[Entry]:
     return [
         entry(1.0, "hello", incarnation="a"),
@@ -160,19 +171,6 @@ def make_generator() -> list[Entry]:
         put(2.1, "0-0-1"),
         entry(2.2, "acked", ids=["0-0-0", "0-0-1"]),
     ]
-
-
-def prompts(at: float, lease: str, members: int) -> Entry:
-    return entry(at, "prompts", leases=[[lease, members]])
-
-
-def order(at: float) -> Entry:
-    return entry(at, "order", order="Update 9 9", member=OWNER)
-
-
-def rolled_back(at: float, *, fence: int, version: int = 0) -> Entry:
-    found = {"found_step": 0, "found_version": version, "found_fence": fence}
-    return entry(at, "rolled_back", step=0, version=0, fence=fence, **found)
 
 
 def make_learner() -> list[Entry]:
@@ -226,20 +224,6 @@ def problems(
     return find_delivery_problems(evidence)
 
 
-def offered(what: str, name: str, answer: Entry) -> list[Entry]:
-    group = name.partition("-")[0]
-    return [entry(2.5, "offered", what=what, id=name, group=group, content="another"), answer]
-
-
-def nacked(at: float, name: str, reason: str) -> Entry:
-    return entry(at, "nacked", id=name, fatal=True, reason=reason)
-
-
-def again(at: float, kind: str, result: str, **facts: Any) -> list[Entry]:
-    """The learner repeats something of its step."""
-    return [entry(at, kind, step=1, fence=2), entry(at + 0.1, result, step=1, fence=2, **facts)]
-
-
 def test_what_was_acknowledged_and_is_nowhere_is_found():
     assert problems() == []
     more = [put(4.0, "1-0-0"), entry(4.1, "acked", ids=["1-0-0"])]
@@ -270,6 +254,7 @@ def test_another_content_a_skipped_prompt_that_was_handed_out_and_a_needless_lap
     assert (problems(broker=lapse, harness=struck), len(problems(broker=lapse))) == ([], 1)
 
 
+ORDER = entry(4.1, "order", order="Update 9 9", member=OWNER)
 ROLLING_BACK = entry(5.0, "rolling_back", step=0, version=0)
 SECOND = Life("generator-0", 6, [entry(5.0, "hello", incarnation="z"), entry(5.2, "welcome", broker="b")])
 SECOND_LEARNER = Life("learner", 7, [
@@ -301,9 +286,9 @@ SECOND_LEARNER = Life("learner", 7, [
             "after its return",
         ),
         ({"more": [prompts(4.0, "5-0", 2), entry(4.1, "bye", reason="")]}, "5-0 neither answered nor returned"),
-        ({"more": [order(4.0)]}, "which no learner gave"),
+        ({"more": [ORDER]}, "which no learner gave"),
         (
-            {"learner": [entry(4.0, "ordered", order="Update 9 9", members=["generator-1/b"])], "more": [order(4.1)]},
+            {"learner": [entry(4.0, "ordered", order="Update 9 9", members=["generator-1/b"])], "more": [ORDER]},
             "which no learner gave",
         ),
         ({"learner": [entry(4.0, "heard", answer="UpdateApplied 1 1 generator-0/a")]}, "never said"),
@@ -373,11 +358,3 @@ def test_an_offered_copy_of_what_arrived_damaged_may_be_acknowledged(acked_at, i
     generator = [*make_generator()[:5], put(2.0, "0-0-0"), entry(2.2, "acked", ids=["0-0-0"]), *spoiled]
     found = problems(generator=sorted(generator, key=lambda each: each["t"]))
     assert ["arrived damaged" in problem for problem in found] == [True] * is_found
-
-
-def test_the_hash_of_a_content_sees_every_token_and_the_reward():
-    trajectory = make_trajectory("4")
-    other = make_trajectory("4")
-    assert content_of(trajectory) == content_of(other)
-    other.token_ids[-1] += 1
-    assert content_of(trajectory) != content_of(other)

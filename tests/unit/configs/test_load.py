@@ -4,7 +4,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -104,19 +103,6 @@ def test_an_experiment_may_be_a_file_of_the_users_own(tmp_path: Path) -> None:
     assert origins["mode"] == "configs/presets/experiment/digits_serial.yaml"
 
 
-@cases(
-    "text, words",
-    ("no_such_key: x", "unknown key no_such_key"),
-    ("a: [", "readable YAML"),
-    ("- a", "settings as key: value"),
-)
-def test_a_file_that_holds_no_settings_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=words):
-        load([f"experiment={file}"])
-
-
 def test_provenance_names_the_preset_the_argument_or_the_default() -> None:
     overrides = ["experiment=digits_serial", "buffer/sampler=freshest"]
     overrides += ["learner.optimizer.learning_rate=2e-4", "generators.autoscale={max: 3}"]
@@ -140,7 +126,7 @@ def refusal(line: str) -> str:
 def test_unknown_options_and_keys_name_the_one_meant_or_list_those_there_are() -> None:
     meant = {"experiment=digit_cpu": "experiment=digits_cpu", "algorithm/advantage=gropo": "algorithm/advantage=grpo"}
     meant |= {"recipe=dappo": "recipe=dapo or recipe=dppo", "recipe=maxrl": "algorithm/advantage=maxrl"}
-    for line, option in (meant | {"experiment=gsm8k_1gp": "experiment=gsm8k_1gpu"}).items():
+    for line, option in meant.items():
         assert refusal(line) == f"unknown option {line}; did you mean {option}?"
     assert refusal("learner.qqq=3").startswith("unknown key learner.qqq; learner has num_ranks, sequence_parallel, ")
     assert refusal("learner=3").startswith("learner is a record")
@@ -157,9 +143,6 @@ def test_unknown_options_and_keys_name_the_one_meant_or_list_those_there_are() -
 
 @cases(
     "line, advice",
-    ("--learner.max_steps=5", "write learner.max_steps=5."),
-    ("--max-steps 5", "write learner.max_steps=5."),
-    ("max_steps 5", "write learner.max_steps=5."),
     ("learner.max_steps 5", "write learner.max_steps=5."),
     ("learner.max_steps = 5", "write learner.max_steps=5."),
     ("learner.max_steps= 5", "leave no space around the =."),
@@ -167,7 +150,6 @@ def test_unknown_options_and_keys_name_the_one_meant_or_list_those_there_are() -
     ("dapo learner.max_steps=5", "write recipe=dapo."),
     ("'generators.reward.function=[a'", "put quotes around special characters"),
     ("=3", "put quotes around special characters"),
-    ("stat", "got `stat`."),
     ("seed=1,2", "write a list as key=[a,b], or train one run per value with `slipstream run -m`."),
 )
 def test_an_argument_that_is_no_setting_gets_the_advice_that_fits(line: str, advice: str) -> None:
@@ -179,13 +161,10 @@ def test_an_argument_that_is_no_setting_gets_the_advice_that_fits(line: str, adv
 @cases(
     "override, sentence",
     ("buffer/store=redis", "buffer.store.url must be set, got nothing."),
-    ("learner.prompts_per_step=0", "must be an integer >= 1, got 0."),
-    ("learner.prompts_per_step=many", "must be an integer, got 'many'."),
     (
         "evaluation.every_steps=null",
         "must be an integer, got null. evaluation.every_steps=0 means: only before and after training.",
     ),
-    ("learner.prompts_per_step=1.5", "must be an integer, got 1.5."),
     ("weights.fetch_timeout_s=inf", "must be a finite number, got inf."),
     (
         "+generators.reward.arguments.a=[{b: nan}]",
@@ -196,15 +175,8 @@ def test_an_argument_that_is_no_setting_gets_the_advice_that_fits(line: str, adv
         "learner.engine.zero_stage must be >= 1 with offload_optimizer, got 0: without ZeRO, DeepSpeed keeps the "
         "optimizer on the device of the model.",
     ),
-    ("learner.device=tpu", "must be one of auto, cpu, cuda, got 'tpu'."),
     ("learner.optimizer=3", "must be a record, got 3. Set its fields, such as learner.optimizer.name."),
-    ("evaluation.stop=3", "must be a list or null, got 3."),
     ("learner.optimizer.betas=[1,2,3]", "must be a list of length 2, got [1, 2, 3]."),
-    ("name=2", "must be a string, got 2. Quote it: \"name='2'\"."),
-    (
-        "name=a/b",
-        "must be 1 to 80 letters, digits, ., _ and -, and not start with a dot, because it names a folder, got 'a/b'.",
-    ),
     ("sft.eval_path=5", "must be a string, got 5. Quote it: \"sft.eval_path='5'\"."),
     (
         "data.eval=[{name: a/b, path: x.jsonl}]",
@@ -252,41 +224,40 @@ def test_the_settings_of_a_run_compose_to_themselves_and_a_chosen_group_replaces
 @cases(
     "text, key",
     ("model: null", "model"),
-    ("{model: {path: x}, learner: 3}", "learner"),
     ("{model: {path: x}, learner: {stall: 3}}", "learner.stall"),
     ("{model: {path: x}, weights: [1]}", "weights"),
-    ("{model: {path: x}, buffer: null}", "buffer"),
 )
 def test_a_file_with_a_value_in_place_of_a_record_is_one_sentence(tmp_path: Path, text: str, key: str, recipe):
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match=rf"^{re.escape(key)} must be a record"):
         load([f"experiment={tmp_path}/mine.yaml", *recipe])
+    (tmp_path / "mine.yaml").write_text("- a")
+    with pytest.raises(ConfigError, match="settings as key: value"):
+        load([f"experiment={tmp_path}/mine.yaml", *recipe])
 
 
-@pytest.mark.parametrize("backends", ["[wandb]", "{wandb: {}}"])
 @cases(
-    "override, expected",
-    ("seed=1", {"wandb": {}}),
-    ("logging.backends={wandb: {project: x}}", {"wandb": {"project": "x"}}),
-    ("logging.backends.wandb.project=x", {"wandb": {"project": "x"}}),
-    ("logging.backends={tensorboard: {}}", {"wandb": {}, "tensorboard": {}}),
-    ("logging.backends=[tensorboard]", {"tensorboard": {}}),
-    ("logging.backends=[]", {}),
+    "backends, override, expected",
+    *(
+        (backends, *case)
+        for backends in ("[wandb]", "{wandb: {}}")
+        for case in (
+            ("seed=1", {"wandb": {}}),
+            ("logging.backends={wandb: {project: x}}", {"wandb": {"project": "x"}}),
+            ("logging.backends.wandb.project=x", {"wandb": {"project": "x"}}),
+            ("logging.backends={tensorboard: {}}", {"wandb": {}, "tensorboard": {}}),
+            ("logging.backends=[tensorboard]", {"tensorboard": {}}),
+            ("logging.backends=[]", {}),
+        )
+    ),
+    # A list keeps the arguments of a file.
+    ("{wandb: {project: x}, trackio: {}}", "logging.backends=[wandb]", {"wandb": {"project": "x"}}),
+    ("[]", "logging.backends=[wandb]", {"wandb": {}}),
+    ("[]", "logging.backends={wandb: {project: x}, trackio: {}}", {"wandb": {"project": "x"}, "trackio": {}}),
 )
 def test_loggers_of_a_file_and_of_the_command_line_merge_in_both_forms(tmp_path, backends, override, expected) -> None:
     (tmp_path / "mine.yaml").write_text(f"defaults: [digits_cpu]\nlogging: {{backends: {backends}}}\n")
     assert load([f"experiment={tmp_path}/mine.yaml", override]).logging.arguments == expected
-
-
-def test_loggers_are_named_with_or_without_arguments_and_a_list_keeps_those_of_a_file(tmp_path: Path) -> None:
-    two = "{wandb: {project: x}, trackio: {}}"
-    (tmp_path / "mine.yaml").write_text(f"defaults: [digits_cpu]\nlogging: {{backends: {two}}}\n")
-    for file, given, arguments in (
-        ([], "[wandb]", {"wandb": {}}),
-        ([], two, {"wandb": {"project": "x"}, "trackio": {}}),
-        ([f"experiment={tmp_path}/mine.yaml"], "[wandb]", {"wandb": {"project": "x"}}),
-    ):
-        assert load([*file, f"logging.backends={given}"]).logging.arguments == arguments
 
 
 @pytest.mark.parametrize("overrides", [OWN_TASK, ["model=qwen2_5_7b"], [*OWN_TASK, "recipe=dapo"]])
@@ -349,25 +320,22 @@ NEEDED = {
 """Further settings that an option, or any option of a group, requires."""
 
 
-def choices() -> Iterator[list[str]]:
-    for group, options in groups().items():
-        for option in options:
-            choice = f"{group}={option}"
-            yield [choice, *NEEDED.get(choice, []), *NEEDED.get(group, [])]
-
-
-def content(file: str) -> dict[str, Any]:
-    return yaml.safe_load((PRESETS / f"{file}.yaml").read_text()) or {}
-
-
-def test_every_option_of_every_group_composes() -> None:
-    failures = []
-    for overrides in choices():
+def test_every_option_of_every_group_composes_and_a_recipe_is_its_papers_method_without_the_terms_of_the_default():
+    failures, recipes = [], {}
+    for group, option in ((group, option) for group, options in groups().items() for option in options):
+        choice = f"{group}={option}"
         try:
-            load(overrides)
+            run = load([choice, *NEEDED.get(choice, []), *NEEDED.get(group, [])])
         except ConfigError as error:
-            failures.append(f"{' '.join(overrides)}: {error}")
+            failures.append(f"{choice}: {error}")
+        else:
+            recipes |= {option: run.algorithm} if group == "recipe" else {}
     assert failures == []
+    terms = {name: (bool(each.masks), each.correction.log_ratio_penalty > 0) for name, each in recipes.items()}
+    assert {terms.pop("none"), terms.pop("async_grpo")} == {(True, True)}
+    assert {name for name, has_terms in terms.items() if has_terms != (False, False)} == {"opsm", "m2po"}
+    assert [mask.kind for name in ("opsm", "m2po") for mask in recipes[name].masks] == ["opsm", "m2po"]
+    assert recipes["opsm"].correction.log_ratio_penalty == recipes["m2po"].correction.log_ratio_penalty == 0
 
 
 def test_the_default_experiment_composes_in_a_fresh_process() -> None:
@@ -378,6 +346,9 @@ def test_the_default_experiment_composes_in_a_fresh_process() -> None:
 
 
 def test_presets_are_complete_and_named_after_their_files_and_repeat_no_record_or_field_of_a_variant() -> None:
+    def content(file: str) -> dict[str, Any]:
+        return yaml.safe_load((PRESETS / f"{file}.yaml").read_text()) or {}
+
     chosen = {group for entry in content("config")["defaults"] if isinstance(entry, dict) for group in entry}
     assert chosen == set(groups())
     generated = [f"{group}/{tag}.yaml" for group, tags in variants().items() for tag in tags]

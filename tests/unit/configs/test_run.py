@@ -9,7 +9,6 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import AccuracyConfig, ReuseConfig
 from slipstream.configs.cluster import PLACE
 from slipstream.configs.load import config_hash, identity, load, provenance, to_plain
-from slipstream.configs.schema import PRESETS
 from tests.builders import make_run
 from tests.cases import cases
 
@@ -36,8 +35,6 @@ MASKS = "algorithm.reward.mask_truncated"
     (f"{LONG_ANSWERS}:50}}]", "max_tokens of greedy in data.eval", "data.max_prompt_tokens (48), got 50"),
     ("mode=sft sft.train_path=a learner.sequence_parallel=2", "learner.num_ranks", "be a multiple of learner."),
     ("weights.publish_every_steps=3", "learner.checkpoint.every_steps", "weights.publish_every_steps (3), got 50"),
-    ("generators.group_size=1", "generators.group_size", "a group of one has no baseline"),
-    ("data.curriculum.low=0.5 data.curriculum.high=0.5", "data.curriculum.low", "be < high (0.5), got 0.5"),
     ("learner/engine=torch learner.num_ranks=2", "learner.num_ranks", "be 1 with learner/engine=torch, got 2"),
     (f"{ZERO}=2 learner.optimizer.name=muon", ZERO, "be 0 with learner."),
     (f"{ZERO}=1 algorithm.critic.optimizer.name=adamw_8bit", ZERO, "be 0 with algorithm.critic."),
@@ -53,8 +50,6 @@ MASKS = "algorithm.reward.mask_truncated"
     ("storage.uri=s3://me:secret@bucket", "storage.uri", "got an address with a user in it"),
     ("storage.uri=s3://bucket mode=serial", "storage.uri", "mode=replay, got 's3://bucket'"),
     ("experiment=digits_sft profile.steps=[1,2]", "profile.steps", "be null with mode=sft"),
-    ("sft.train_path=mine.parquet", "sft.train_path", "with mode=async"),
-    ("mode=sft sft.train_path=a replay.path=b", "replay.path", "with mode=sft"),
     ("mode=replay replay.path=s3://a/archive", "replay.path", "be a local folder, got one in an object store"),
     ("replay_mix.archive=gs://a/archive", "replay_mix.archive", "be a local folder, got one in an object store"),
     ("mode=sft sft.train_path=a model.max_length=4096", "learner.tokens_per_microbatch", "(4096), got 1024"),
@@ -122,7 +117,6 @@ def test_steps_to_record_must_be_steps_of_the_run(steps: list[int]) -> None:
 @cases(
     "overrides, key",
     (["algorithm.proximal=generator"], "algorithm.correction.level"),
-    (["algorithm.proximal=generator", "algorithm/policy_loss=reinforce"], "algorithm.correction.level"),
     (["algorithm/advantage=vtrace"], "algorithm.correction.level"),
     (["recipe=remax", "algorithm.reward.normalize=batch"], "advantage=remax must have unshaped rewards"),
     (["algorithm/advantage=gdpo", "algorithm.reward.normalize=group"], "it compares the parts of rewards"),
@@ -138,30 +132,14 @@ def test_steps_to_record_must_be_steps_of_the_run(steps: list[int]) -> None:
     (["algorithm/correction=none", "algorithm.correction.max_weight=1.5"], "level must not be none"),
     (["algorithm.kl.refresh_every_steps=5"], "nothing is charged"),
     (["recipe=gspo", "algorithm.policy_loss.form=length_scaled", TOKEN_MEAN], f"{ANOTHER}gspo"),
-    (["recipe=sppo", TOKEN_MEAN], f"{ANOTHER}sppo"),
-    (
-        ["algorithm/advantage=optimal_token_baseline", f"{MASKS}=true"],
-        "mask_truncated must be false with algorithm.advantage=optimal_token_baseline",
-    ),
+    (["algorithm/advantage=optimal_token_baseline", f"{MASKS}=true"], "mask_truncated must be false with algorithm."),
 )
 def test_what_cannot_be_right_is_refused_with_its_key(overrides, key):
     with pytest.raises(ConfigError, match=key):
         load(overrides)
 
 
-def test_a_recipe_is_its_papers_method_without_the_terms_of_the_default():
-    default = load([]).algorithm
-    assert default.masks
-    assert default.correction.log_ratio_penalty > 0
-    recipes = {path.stem for path in (PRESETS / "recipe").glob("*.yaml")} - {"none", "async_grpo"}
-    own = {"opsm": ["opsm"], "m2po": ["m2po"]}
-    for recipe in sorted(recipes):
-        found = load([f"recipe={recipe}"]).algorithm
-        assert [mask.kind for mask in found.masks] == own.get(recipe, []), recipe
-        assert found.correction.log_ratio_penalty == 0, recipe
-
-
-@pytest.mark.parametrize("recipe", ["dapo", "gspo", "decoupled_ppo", "vapo", "m2po", "prime"])
+@pytest.mark.parametrize("recipe", ["dapo", "vapo", "m2po"])
 def test_a_recipe_replaces_the_algorithm_and_the_filter_of_an_experiment(recipe):
     alone, chosen = load([f"recipe={recipe}"]), [f"recipe={recipe}", "experiment=math_1gpu"]
     run = load(chosen)
@@ -179,23 +157,17 @@ def test_a_recipe_replaces_the_algorithm_and_the_filter_of_an_experiment(recipe)
 @cases(
     "overrides, proximal",
     ([], "reuse"),
-    (["experiment=gsm8k_1gpu"], "reuse"),
-    (["experiment=gsm8k_8gpu"], "reuse"),
     (["recipe=dapo"], "generator"),
     (["algorithm.updates_per_step=4"], "recompute"),
     (["recipe=decoupled_ppo"], "recompute"),
-    (["recipe=naive_ppo"], "recompute"),
     # The pass is taken anyway, and its values must then be those of the weights.
     (["algorithm.correction.normalize=true"], "recompute"),
-    (["recipe=reinforce_plus_plus"], "generator"),
     # What is rejected must be known before the gradient.
     (["algorithm/correction=geo_rs"], "recompute"),
     (["algorithm/correction=icepop"], "reuse"),
     (["recipe=opsm", "algorithm/correction=icepop"], "reuse"),
     (["recipe=m2po", "algorithm.proximal=auto", "algorithm/correction=icepop"], "recompute"),
-    (["recipe=vcpo"], "recompute"),
     (["recipe=a3po"], "interpolate"),
-    (["recipe=gspo"], "recompute"),
     (["algorithm.proximal=recompute"], "recompute"),
 )
 def test_the_proximal_policy_takes_a_forward_pass_only_where_it_is_needed(overrides, proximal):
@@ -219,11 +191,9 @@ PORTS = "cluster.ports must be FIRST-LAST within 1024-65535, such as 20000-20999
     "overrides, sentence",
     (["cluster.interface=10.0.0.5/8"], f"{NETWORK} '10.0.0.5/8': 10.0.0.5/8 has host"),
     (["cluster.interface=eth0"], f"{NETWORK} 'eth0'"),
-    (["cluster.interface=fd00::/8"], f"{NETWORK} 'fd00::/8'"),
     (["cluster.ports=any"], f"{PORTS} any:"),
     (["cluster.ports=20999-20000"], f"{PORTS} 20999-20000:"),
     (["cluster.ports=80-90"], f"{PORTS} 80-90:"),
-    (["cluster.ports=60000-70000"], f"{PORTS} 60000-70000:"),
     ([TRUSTED], "cluster.trusted_network must be false without cluster.interface, got True: there is no network to "),
     (RAY[:1], "cluster.interface must be set with cluster.kind=ray"),
     (["experiment=digits_serial", *RAY], "cluster.kind must be local with mode=serial, got ray"),

@@ -13,40 +13,23 @@ from slipstream.configs.schema import NO_SETTING, groups, peer_advice, peer_name
 from tests.tiny_model import make_tiny_model
 
 ANSWERED = '"answer": "2"}\n'
-MESSAGES = '{{"prompt": [{{"role": "user", "content": "1+1="}}{}], ' + ANSWERED.replace("}", "}}")
 FILES = {
     "train.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n',
     "heldout.jsonl": '{"prompt": "2+2=", "answer": "4"}\n',
-    "messages.jsonl": MESSAGES.format(""),
+    "messages.jsonl": '{"prompt": [{"role": "user", "content": "1+1="}], ' + ANSWERED,
     "long.jsonl": '{"prompt": "2+2=", "answer": "4"}\n{"prompt": "1+1+1+1+1+1+1+1+1=", "answer": "9"}\n',
-    "broken.jsonl": '{"prompt": "1+1=", "answer": \n',
-    "empty.jsonl": "",
     "fake.parquet": "no parquet",
     "notes.txt": "no rows\n",
     "no_prompt.jsonl": '{"text_in": "1+1=", ' + ANSWERED,
     "no_answer.jsonl": '{"prompt": "1+1="}\n',
-    "blank.jsonl": '{"prompt": "", ' + ANSWERED,
-    "number.jsonl": '{"prompt": 11, ' + ANSWERED,
-    "list.jsonl": "3\n",
-    "answered.jsonl": MESSAGES.format(', {"role": "assistant", "content": "2"}'),
-    "agent.jsonl": '{"prompt": "1+1=", "agent_name": "tool_agent", ' + ANSWERED,
     "mine.yaml": "learner: {max_step: 3}\n",
     "broken.yaml": "a: [\n",
-    "syntax.py": "def score(sample)\n    return 1\n",
     "imports.py": "import nosuch\ndef score(sample): return 1\n",
-    "exits.py": "import sys\nsys.exit(1)\n",
     "rewards.py": """\
-import sys
-LIMIT = 3
 def score(sample): return {"score": 1}
 def total(sample): return {"total": 0.5}
 def raises(sample): raise ValueError("boom")
 def text(sample): return "1.0"
-def nothing(sample): return None
-def nan(sample): return float("nan")
-def pair(sample): return 1, 2
-def key(sample): return {"reward": 1}
-def leaves(sample): sys.exit(3)
 def assumes(sample): return 1.0 if int(sample.response) == 2 else 0.0
 def attribute(sample): return float(sample.completion == "2")
 def missing(completions, answers): return [1.0 for _ in completions]
@@ -74,61 +57,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 RUNS = """
 learner.max_steps=0                         learner.max_steps must be an integer >= 1, got 0.
-learner.epochs=0                            learner.epochs must be an integer >= 1, got 0.
 generators.group_size=1                     must be >= 2 for algorithm/advantage=grpo, got 1
 learner.optimizer.learning_rate=0           learner.optimizer.learning_rate must be a number > 0.0, got 0.
-learner.optimizer.learning_rate=small       learner.optimizer.learning_rate must be a number, got 'small'.
-learner.optimizer.warmup_steps=0.1          learner.optimizer.warmup_steps must be an integer, got 0.1.
-learner.optimizer.betas=0.9                 learner.optimizer.betas must be a list, got 0.9.
 learner.optimizer.name=adam                 must be one of adamw, adamw_8bit, muon, got 'adam'.
-learner.optimizer.schedule=cosine_restarts  must be one of constant, cosine, linear, got 'cosine_restarts'.
-generators.sampling.temperature=0           generators.sampling.temperature must be a number > 0.0, got 0.
 generators.sampling.top_p=1.5               generators.sampling.top_p must be a number <= 1.0, got 1.5.
-generators.sampling.max_tokens=1e3          generators.sampling.max_tokens must be an integer, got 1000.0.
 generators.sampling.stop=END                must be a list, got 'END'. Write generators.sampling.stop=[END].
-generators.engine.gpu_memory_utilization=90 must be a number <= 1.0, got 90.
 generators.count=-1                         generators.count must be an integer >= 0, got -1.
-generators.count=two                        generators.count must be an integer, got 'two'.
-model.dtype=fp32                            model.dtype must be one of bfloat16, float16, float32, got 'fp32'.
 model.lora=true                             must be a record or null, got True. Set its fields, such as model.lora.rank.
-model.lora=16                               must be a record or null, got 16. Set its fields, such as model.lora.rank.
 model.max_length=8                          must be >= data.max_prompt_tokens + generators.sampling.max_tokens (32)
-data.max_prompt_tokens=-1                   data.max_prompt_tokens must be an integer >= 1, got -1.
-data.max_rows=0                             data.max_rows must be an integer >= 1, got 0.
-staleness.max_lag=-1                        staleness.max_lag must be an integer >= 0, got -1.
-evaluation.every_steps=often                evaluation.every_steps must be an integer, got 'often'.
 evaluation.stop=0.9                         evaluation.stop must be a list or null, got 0.9.
 "evaluation.stop=[{metric: accuracy, at_least: 0.9}]"  such as eval/accuracy_sampled, got accuracy
-learner.checkpoint.best=accuracy            such as eval/accuracy_sampled, got accuracy
 learner.checkpoint.best.metric=accuracy     learner.checkpoint.best must be one value, got a record with metric
 mode=sync                                   mode must be one of async, evaluate, replay, serial, sft, got 'sync'.
-resume=yes                                  resume must be one of true, false, auto, got 'yes'.
-seed=-1                                     seed must be an integer >= 0, got -1.
 "name='my run'"                             name must be 1 to 80 letters, digits, ., _ and -
-learner.engine.zero_stage=4                 learner.engine.zero_stage must be one of 0, 1, 2, 3, got 4.
-learner.device=gpu                          learner.device must be one of auto, cpu, cuda, got 'gpu'.
-learner.num_ranks=0                         learner.num_ranks must be an integer >= 1, got 0.
-algorithm.kl.estimator=k4                   algorithm.kl.estimator must be one of abs, abs_st, full, k1
-algorithm.kl.coef=-0.1                      algorithm.kl.coef must be a number >= 0.0, got -0.1.
 logging.backends=wandb                      must be a record or a list, got 'wandb'. Write logging.backends=[wandb].
 logging.backends=[wanb]                     must name trackio, wandb, tensorboard or a class as module:Class
-weights.transport=nccl                      weights.transport must be one of collective, delta, memory, snapshot
 broker.address=localhost:5555               broker.address must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757
 prepare=[make.py]                           prepare[0] must be a record, got 'make.py'.
 generators=2                                must be set by its fields, got `generators=2`: generators has count,
-learner=deepspeed                           or choose an option of learner/engine.
 experiment=gsm8k                            did you mean experiment=gsm8k_1gpu or
 experiment=nosuch.yaml                      experiment=nosuch.yaml must be a readable YAML file
 mine.yaml                                   unknown key learner.max_step; did you mean learner.max_steps?
-nosuch.yml                                  experiment=nosuch.yml must be a readable YAML file
 broken.yaml                                 experiment=broken.yaml must be a readable YAML file: while parsing
 recipe=GRPO                                 unknown option recipe=GRPO; did you mean recipe=grpo?
-recipe=reinforce                            did you mean recipe=reinforce_plus_plus or recipe=reinforce
 model=Qwen/Qwen3-0.6B                       a folder or hub name is set as model.path=Qwen/Qwen3-0.6B.
-model=model                                 a folder or hub name is set as model.path=model.
-data=train.jsonl                            a file is set as data.train=train.jsonl.
-generators/engine=sglang                    unknown option generators/engine=sglang; choose one of hf, scripted, vllm
-generators/agent=react                      unknown option generators/agent=react; choose one of custom, environment
 algorithm/policy_loss=ppo                   did you mean algorithm/policy_loss=ppo_clip?
 algorithm.advantage=rloo                    write algorithm/advantage=rloo.
 "buffer/store=redis buffer.store.url=localhost:6379"  must be a redis://, rediss:// or unix:// address
@@ -150,28 +102,17 @@ data.train=[train.jsonl,nosuch.jsonl]       nosuch.jsonl must be a file of promp
 data.train=                                 data.train must name files of prompts, got nothing
 data.train=[]                               data.train must name a file, got an empty list
 data.train=.                                . must be a file of prompts
-data.train=broken.jsonl                     broken.jsonl, row 0: it must be a JSON record, got `{"prompt": "1+1=
-data.train=list.jsonl                       list.jsonl, row 0: it must be a JSON record, got 3.
-data.train=empty.jsonl                      empty.jsonl must hold at least one prompt, but is empty.
 data.train=fake.parquet                     fake.parquet must be Parquet
 data.train=notes.txt                        notes.txt must be Parquet, or by its extension CSV (.csv) or JSON (.jsonl
 data.train=no_prompt.jsonl                  got only text_in, answer: name the column of your file with data.columns
 data.train=no_answer.jsonl                  got only prompt: name the column of your file with data.columns.ground
-data.train=blank.jsonl                      text or a list of chat messages, and not be empty, got empty text.
-data.train=number.jsonl                     `prompt` must be text or a list of chat messages, and not be empty, got 11.
-data.train=answered.jsonl                   got the model's own turn at the end: '2'; remove that message.
-data.train=agent.jsonl                      names the agent 'tool_agent', so generators.agents must have it, got none
 data.columns.prompt=question                `question` must be filled, got only prompt, answer
-data.columns=[prompt]                       data.columns must be a record, got ['prompt'].
 "data.columns={question: prompt}"           data.columns must name columns for prompt, ground_truth
 data.eval=                                  data.eval must name files of prompts, got nothing
 "data.eval=[{path: heldout.jsonl}]"         data.eval[0].name must be set, got nothing.
-data.eval=nosuch.jsonl                      nosuch.jsonl must be a file of prompts
 data.eval=train.jsonl                       must hold prompts that are not trained on, got train.jsonl, the same file
 model.path=./nosuch/model                   got './nosuch/model': there is no such folder.
-model.path=model/config.json                got 'model/config.json': there is no such folder.
 model.path=.                                got '.': the folder has no config.json.
-"model.path='two words'"                    got 'two words': there is no such folder.
 model.path=adapter                          got 'adapter': the folder has no config.json.
 model.path=untokenized                      no tokenizer (tokenizer.json)
 model.path=unweighted                       no weights (model.safetensors)
@@ -180,30 +121,17 @@ model.lora.targets=[w_proj]                 model.lora.targets must name layers 
 "model.lora.targets=[q_proj,lm_head]"       must name linear layers other than the head, embeddings, and experts
 "algorithm.distillation={teacher_path: ./nosuch}"   algorithm.distillation.teacher_path must be a folder with a
 "algorithm/advantage=gae algorithm.critic.path=./nosuch"  algorithm.critic.path must be a folder with a transformers
-data.max_prompt_tokens=3                    the prompts of train.jsonl must hold at most data.max_prompt_tokens (3)
 "data.max_prompt_tokens=3 data.on_too_long=skip"  but 2 of 2 are longer, up to 4 tokens in row 0: raise the limit
 data.eval=long.jsonl                        the prompts of long.jsonl must hold at most data.max_prompt_tokens (16)
 model.chat_template=nosuch.jinja            model.chat_template must be a file with a Jinja template, got 'nosuch.jinja'
 generators.reward.function=exactmatch       Did you mean 'exact_match'?
 generators.reward.function=rewards.py       must look like `module:function` or be one of exact_match
-generators.reward.function=rewards.py:nosuch   rewards.py has no 'nosuch'.
-generators.reward.function=rewards.py:raise rewards.py has no 'raise'. Did you mean 'raises'?
-generators.reward.function=rewards.py:LIMIT must name a function, got 'rewards.py:LIMIT': it is a int.
-generators.reward.function=nosuch.py:score  importing 'nosuch.py' failed: FileNotFoundError
 generators.reward.function=nosuch:score     got 'nosuch:score': there is no module 'nosuch'.
-generators.reward.function=syntax.py:score  importing 'syntax.py' failed: SyntaxError: expected ':' (syntax.py, line 1).
 generators.reward.function=imports.py:score got 'imports.py:score': there is no module 'nosuch'.
-generators.reward.function=exits.py:score   importing 'exits.py' failed: SystemExit: 1.
 generators.reward.function=rewards.py:alone must fit 'rewards.py:alone', got {}: too many positional arguments.
-generators.reward.arguments.scale=2         must fit 'exact_match', got {'scale': 2}
 generators.reward.functions=[exact_match]   generators.reward.functions[0] must be a record, got 'exact_match'.
-generators.reward.function=rewards.py:raises   boom, at {folder}/rewards.py:5: `def raises(sample): raise
+generators.reward.function=rewards.py:raises   boom, at {folder}/rewards.py:3: `def raises(sample): raise
 generators.reward.function=rewards.py:text  must be a Reward, a number, or a dict with `total`
-generators.reward.function=rewards.py:nothing  got None, a NoneType
-generators.reward.function=rewards.py:nan   a reward must be a finite number, got total=nan
-generators.reward.function=rewards.py:pair  got (1, 2), a tuple
-generators.reward.function=rewards.py:key   got {'reward': 1}, a dict
-generators.reward.function=rewards.py:leaves   the reward function must return, it called sys.exit(3)
 generators.reward.function=rewards.py:assumes  invalid literal for int() with base 10: 'I do not know.'
 generators.reward.function=rewards.py:attribute  'RewardInput' object has no attribute 'completion'
 generators.reward.function=rewards.py:missing  missing 1 required positional argument: 'answers'
@@ -213,34 +141,43 @@ data.train=messages.jsonl
 """
 
 COMMANDS = """
+"--learner.max_steps=5"                     got `--learner.max_steps=5`: write learner.max_steps=5.
+"run --learner.max_steps 5"                 write learner.max_steps=5.
+"run --max-steps=5"                         write learner.max_steps=5.
+"max_steps 5"                               write learner.max_steps=5.
+"run max_steps 5"                           write learner.max_steps=5.
+"run xyzzy"                                 key=value, got `xyzzy`
+"xyzzy"                                     no command `xyzzy`; there are: run,
+"status --jso"                              --jso
+"status --json --watch"                     --json prints once
+"status learner.max_steps=3"                got 'learner.max_steps=3'
+"explain steps 3"                           'steps'
+"explain"                                   'KIND'
+"explain step"                              step must be followed by its number, `slipstream explain step 12`, got ''.
+"explain step three"                        `slipstream explain step 12`, got 'three'
+"data lst"                                  lst
 "resume"                                    the name of a run, such as `slipstream resume mine`, got none.
-"run --resume mine"                         write `slipstream resume mine`, or `slipstream run name=mine resume=true`
 "run --resume"                              write `slipstream resume NAME`, or `slipstream run name=NAME resume=true`
 "run resume mine"                           got `resume`: write `slipstream resume mine`, or
-"run mine --resume"                         got `--resume`: write `slipstream resume mine`, or
-"run --resume=mine"                         got `--resume=mine`: write `slipstream resume mine`, or
-"run name=mine --resume"                    got `--resume`: write `slipstream resume mine`, or
 "run resume=mine learner.max_steps=3"       got `resume=mine`: write `slipstream resume mine`, or
-"run --name=mine --resume=true"             got `--resume=true`: write `slipstream resume mine`, or
 "resume=runs/mine/"                         got `resume=runs/mine/`: write `slipstream resume mine`, or
 "run resume_from_checkpoint=runs/mine/checkpoints/step-00000002"   write `slipstream resume mine`, or
 "run --continue mine"                       got `--continue`: write `slipstream resume mine`, or
-"resume --name nosuch"                      but there is no runs/nosuch
-"resume --name=nosuch"                      but there is no runs/nosuch
 "resume nosuch"                             but there is no runs/nosuch
 "status"                                    there must be a run in runs/, got none: start one with `slipstream run`.
 "status nosuch"                             runs/nosuch must be a run folder, but has no config.yaml
 "watch nosuch"                              runs/nosuch must be a run folder
-"plot nosuch"                               runs/nosuch must be a run folder
 "explain speed"                             'speed' is not one of 'start', 'slow', 'reward', 'health', 'step', 'version'
 "explain slow"                              there must be a run in runs/, got none
 "scale 2"                                   scale needs generators=N once
+"scale generators=-1"                       scale needs generators=N once
+"scale generators=two"                      scale needs generators=N once
+"scale generators=1 generators=2"           scale needs generators=N once
 "drain"                                     missing argument 'GENERATOR'
 "profile --steps 0"                         '--steps': Input should be greater than or equal to 1
 "view train.jsonl"                          slipstream view must run in a terminal
 "data ls nosuch"                            got 'nosuch': there is no such run, folder or file.
 "evaluate"                                  MODEL must be a folder in transformers format or a name on the hub
-"evaluate ./nosuch"                         got './nosuch': there is no such folder.
 "evaluate model"                            data.eval must name files of prompts, got nothing
 "evaluate model data.eval=nosuch.jsonl"     nosuch.jsonl must be a file of prompts
 "evaluate --responses heldout.jsonl"        name the column of your file with data.columns.response=NAME.
@@ -248,7 +185,6 @@ COMMANDS = """
 "generate model --out a"                    data.train must name files of prompts, got nothing
 "generate model other --out a data.train=train.jsonl"  generate must have one model, got model, other.
 "convert nosuch out"                        SOURCE must be a folder with a checkpoint of a run, a model or adapter
-"convert model model"                       TARGET must be a folder to be made, got model
 "plan model.path=./nosuch"                  got './nosuch': there is no such folder.
 "plan --gpus many"                          '--gpus': Input should be a valid integer
 "sft sft.train_path=train.jsonl model.path=./nosuch"  got './nosuch': there is no such folder.
@@ -258,7 +194,6 @@ COMMANDS = """
 "check advantage nosuch:f"                  there is no module 'nosuch'.
 "import-config verl nosuch.sh"              FILE must exist, got nosuch.sh.
 "import-config sglang train.jsonl"          'sglang' is not one of 'verl', 'trl', 'prime-rl', 'openrlhf'
-"launch k8s"                                no such command 'k8s'
 "launch slurm"                              cluster.interface must name the network that the machines share
 "launch kubernetes model.path=model"        missing option '--image'
 "run model"                                 got `model`: write model.path=model.
@@ -292,109 +227,34 @@ def test_a_mistaken_command_is_answered(words, answer, folder, answer_to, monkey
 
 GUESSES = """
 algorithm.correction.max_weight: vllm_is_truncated_threshold --tis-clip
-algorithm.critic.path: critic.model.path critic
 algorithm.entropy_coef: algorithm/entropy_coef
-algorithm.kl.adaptive: algorithm.kl_ctrl.type
-algorithm.kl.coef: beta init_kl_coef loss_fn.reference_policy_kl_penalty kl
-algorithm.loss_aggregation: loss_type actor_rollout_ref.actor.loss_agg_mode
-algorithm.policy_loss.clip_high: epsilon_high actor_rollout_ref.actor.clip_ratio_high loss_fn.ratio_clip_max
-    clip_range algorithm.clip_high
-algorithm.policy_loss.clip_low: eps_clip_low_high
-algorithm.reward.normalize: normalize_reward
-algorithm.updates_per_step: actor_rollout_ref.actor.ppo_mini_batch_size actor.ppo_n_minibatches
-    --num-steps-per-rollout mini_batch_size
+algorithm.kl.coef: beta loss_fn.reference_policy_kl_penalty kl
+algorithm.policy_loss.clip_high: actor_rollout_ref.actor.clip_ratio_high algorithm.clip_high
+algorithm.updates_per_step: actor_rollout_ref.actor.ppo_mini_batch_size --num-steps-per-rollout mini_batch_size
 algorithm/advantage: algorithm.adv_estimator grpo.use_leave_one_out_baseline
-algorithm/correction: algorithm.rollout_correction.rollout_is
-algorithm/policy_loss: loss
-buffer.reuse.max_uses: num_iterations
-buffer.store.url: redis_url
-buffer/filter: algorithm.filter_groups.enable dynamic_sampling
-buffer/sampler: buffer.samplr
 buffer/store: buffer/storr
-cluster.learner.machines: trainer.nnodes cluster.n_nodes num_nodes
-data.columns: data.image_key --input-key
-data.eval: data.val_files actor_rollout_ref.rollout.val_kwargs.n --eval-prompt-data data.eval_path val_file test_size
-data.max_prompt_tokens: max_prompt_length
-data.on_too_long: data.truncation
-data.train: dataset_name data.train_files dataset train_file data.path data.train_path
-evaluation.before_training: eval_on_start
-evaluation.every_steps: eval.interval grpo.val_period --eval-interval eval_every
-evaluation.stop: early_stopping
+data.eval: data.val_files actor_rollout_ref.rollout.val_kwargs.n --eval-prompt-data data.eval_path test_size
+data.train: dataset_name data.train_files dataset data.path
+evaluation.every_steps: eval.interval --eval-interval eval_every
 experiment: config experyment
-generators.agent.environment: env.id
-generators.agent.function: agent_func_path --custom-generate-function-path
-generators.agent.max_turns: max_tool_calling_iterations actor_rollout_ref.rollout.multi_turn.max_assistant_turns
-generators.agent.tools: actor_rollout_ref.rollout.multi_turn.tool_config_path tools
-generators.count: num_infer_gpus num_generators generators.num
-generators.engine.gpu_memory_utilization: --sglang-mem-fraction-static
-generators.engine.tensor_parallel_size: inference.parallel.tp --rollout-num-gpus-per-engine tp
-generators.group_size: num_generations actor_rollout_ref.rollout.n rollouts_per_example n_samples_per_prompt
-    gconfig.n_samples grpo.num_generations_per_prompt group_size num_samples
-generators.max_concurrency: actor_rollout_ref.rollout.agent.num_workers
-generators.reward.function: reward_model.model.path custom_reward_function.path reward_pretrain reward
-generators.reward.functions: reward_funcs
-generators.sampling.max_tokens: max_completion_length --rollout-max-response-len max_new_tokens
-generators.sampling.temperature: temperature
-generators/agent: actor_rollout_ref.rollout.multi_turn.enable
-learner.checkpoint.best: metric_for_best_model
-learner.checkpoint.every_steps: save_steps saver.freq_steps checkpointing.save_period save_every
-learner.checkpoint.keep: ckpt.keep_last
-learner.compile: torch_compile
-learner.engine.gradient_checkpointing: policy.dtensor_cfg.activation_checkpointing
-learner.engine.offload_optimizer: actor_rollout_ref.actor.fsdp_config.optimizer_offload adam_offload
-learner.engine.offload_parameters: actor_rollout_ref.actor.fsdp_config.param_offload
-learner.epochs: num_train_epochs trainer.total_epochs epochs
+generators.count: num_infer_gpus generators.num
+generators.group_size: num_generations actor_rollout_ref.rollout.n rollouts_per_example group_size
+generators.reward.function: reward_model.model.path custom_reward_function.path reward
+learner.checkpoint.every_steps: save_steps checkpointing.save_period
 learner.max_steps: --num-rollout steps max_steps learner.max_step
 learner.num_ranks: actor_num_gpus_per_node num_gpus
 learner.optimizer.learning_rate: learning_rate actor_rollout_ref.actor.optim.lr lr learner.learning_rate
     learner.optimizr.learning_rate
-learner.optimizer.max_grad_norm: actor.optimizer.gradient_clipping --clip-grad grad_clip
-learner.optimizer.name: optim optim.type optimizer
-learner.optimizer.warmup_steps: warmup_ratio
-learner.packing: actor_rollout_ref.model.use_remove_padding policy.sequence_packing.enabled
-learner.prompts_per_step: per_device_train_batch_size data.train_batch_size rollout.consumer_batch_size
-    grpo.num_prompts_per_step batch_size
-learner.tokens_per_microbatch: gradient_accumulation_steps actor_rollout_ref.actor.use_dynamic_bsz
-    micro_train_batch_size actor.mb_spec.max_tokens_per_mb
+learner.prompts_per_step: per_device_train_batch_size data.train_batch_size rollout.consumer_batch_size batch_size
 learner/engine: actor_rollout_ref.actor.strategy
-logging.backends: report_to wandb_project wandb tags
-mode: trainer.val_only
-model.chat_template_kwargs: enable_thinking
-model.dtype: bf16 fp16 policy.precision precision
-model.lora.rank: use_peft lora.r
-model.max_length: policy.max_total_sequence_length context_length
-model.path: model_name_or_path actor_rollout_ref.model.path model.name pretrain --hf-checkpoint model_name
+logging.backends: report_to wandb tags
+model.path: model_name_or_path actor_rollout_ref.model.path model.name --hf-checkpoint
 name: names
-recipe: algo
-resume: trainer.resume_mode ckpt.resume_step recover.mode
-runs_dir: output_dir trainer.default_local_dir
-staleness.max_lag: async_training.staleness_threshold max_async_level async_queue_size rollout.max_head_offpolicyness
-    grpo.async_grpo.max_trajectory_age_steps
-weights.publish_every_steps: async_training.trigger_parameter_sync_step --update-weights-interval
-weights.transport: weight_broadcast.type
+staleness.max_lag: async_training.staleness_threshold max_async_level rollout.max_head_offpolicyness
 | HF_TOKEN: hf_token
-| always restarted: --use-fault-tolerance
 | balanced over ranks: actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
-| batch all open requests: per_device_eval_batch_size data.val_batch_size
-| could not compute the probabilities: repetition_penalty
-| decays to 0: scheduler.min_lr min_lr
-| every step is logged: logging_steps log_interval
 | every token keeps its version: async_training.partial_rollout --partial-rollout
-| follow from the device: attn_implementation flash_attention
-| has dropout: lora_dropout dropout
-| hf upload: push_to_hub
-| in your function: actor.reward_scaling
-| into a file: data.split
-| logs/ROLE.log: log_level
-| no quantized weights: load_in_4bit
-| pacing (staleness.max_lag) bounds: buffer_size
-| put to sleep: actor_rollout_ref.rollout.free_cache_engine colocate_all_models policy.generation.colocated.enabled
-| role system: data.system_prompt_file system_prompt
-| runs/NAME/archive: trainer.rollout_data_dir
-| slipstream diagnose: dry_run
 | slipstream resume NAME: resume_from
-| that `seed` decides: shuffle_dataset data.shuffle --rollout-shuffle shuffle
-| that of model.path: policy.tokenizer.name tokenizer
 """
 """`| REASON` or the setting meant, and the guesses that lead to it."""
 CASES = [

@@ -200,14 +200,12 @@ class FakeSeat:
     """A seat with a scripted end."""
 
     def __init__(self, number: int) -> None:
-        self.pid = 70 + number
-        self.place = f"pid {self.pid}"
+        self.pid, self.place = 70 + number, f"pid {70 + number}"
         self.code: int | None = None
         self.asked: list[str] = []
         self.variables: dict[str, str] = {}
 
     def start(self, arguments: Sequence[str], *, variables: Mapping[str, str]) -> None:
-        self.code = None
         self.asked.append(" ".join(arguments))
         self.variables = dict(variables)
 
@@ -221,31 +219,18 @@ class FakeSeat:
         self.asked.append("stop")
 
 
-class SpreadScene:
-    """A seat of three parts."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.ports = iter(("20999", "20998"))
-        self.parts = [FakeSeat(number) for number in range(3)]
-        self.seat = SpreadSeat(self.parts, meet=self.meet, clock=lambda: self.now)
-
-    def meet(self) -> dict[str, str]:
-        return {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": next(self.ports)}
-
-    def end(self, *codes: int | None) -> None:
-        for part, code in zip(self.parts, codes, strict=True):
-            part.code = code
-
-
 @pytest.fixture
-def spread() -> SpreadScene:
-    made = SpreadScene()
+def spread() -> SimpleNamespace:
+    """A seat of three parts."""
+    made = SimpleNamespace(now=0.0, parts=[FakeSeat(number) for number in range(3)])
+    ports = iter(("20999", "20998"))
+    meet = lambda: {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": next(ports)}  # noqa: E731
+    made.seat = SpreadSeat(made.parts, meet=meet, clock=lambda: made.now)
     made.seat.start(["learner"], variables={"A": "b"})
     return made
 
 
-def test_each_part_has_its_number_and_all_meet_on_the_first_and_hear_of_the_end(spread: SpreadScene):
+def test_each_part_has_its_number_and_all_meet_on_the_first_and_hear_of_the_end(spread):
     common = {"A": "b", "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "20999"}
     assert [part.variables for part in spread.parts] == [common | {"NODE_RANK": str(number)} for number in range(3)]
     assert (spread.seat.pid, spread.seat.place) == (70, "pid 70, and pid 71, and pid 72")
@@ -260,7 +245,8 @@ def test_each_part_has_its_number_and_all_meet_on_the_first_and_hear_of_the_end(
 
 @cases("codes, code", ((0, 0, 0), 0), ((None, -9, None), -9), ((75, 2, None), 2), ((75, 0, 75), 75), ((0, 0, None), 0))
 def test_when_a_part_has_ended_the_others_do_and_a_verdict_outweighs_their_loss(spread, codes, code):
-    spread.end(*codes)
+    for part, code_of_part in zip(spread.parts, codes, strict=True):
+        part.code = code_of_part
     if None in codes:
         assert spread.seat.poll() is None
         spread.now = 19.9

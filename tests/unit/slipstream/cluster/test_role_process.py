@@ -62,6 +62,10 @@ def fate(folder: Path, end: str, restart: Restart) -> str:
 )
 def test_a_death_that_a_restart_may_cure_leads_to_one(folder: Path, end: str, restart: Restart, report: str):
     assert report in fate(folder, end, restart)
+
+
+@pytest.mark.parametrize("restart", ["on_death", "always"])
+def test_a_verdict_of_the_role_itself_ends_the_run(folder: Path, restart: Restart):
     with pytest.raises(RoleDiedError, match="role ended with exit code 2"):
         fate(folder, "2", restart)
 
@@ -267,8 +271,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
         process.kill()
 
 
-@pytest.mark.parametrize("attachment", ["attached", "detached"])
-@pytest.mark.parametrize("role", ["obedient", "deaf"])
+@cases("role, attachment", ("obedient", "detached"), ("deaf", "attached"))
 def test_when_the_starter_is_killed_the_role_hears_it_and_nothing_is_left(scene: Scene, role: str, attachment: str):
     with subprocess.Popen([sys.executable, "-c", STARTER, role, attachment]) as starter:
         scene.until_up()

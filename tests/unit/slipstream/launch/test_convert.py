@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import msgspec
@@ -21,7 +20,7 @@ from slipstream.buffer.durable_files import find_damage
 from slipstream.buffer.records import StoredGroup
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.base import ConfigError
-from slipstream.configs.data import LoraConfig, ModelConfig, ReplayConfig
+from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.functions import position_match
 from slipstream.generators.rewards.reward import RewardInput
@@ -79,6 +78,11 @@ def trained(folder, *, engine=None, lora=None):
         return trainer, folder / "checkpoints" / save(checkpoints, step=1)
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("trained"))[1]
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_a_model_becomes_shards_with_the_names_of_the_hub(tmp_path, family):
     source = make_family(tmp_path / "source", family)
@@ -93,19 +97,20 @@ def test_a_model_becomes_shards_with_the_names_of_the_hub(tmp_path, family):
     assert_same(stored(again), stored(source))
 
 
-def test_a_checkpoint_is_written_in_another_dtype_with_its_tokenizer(tmp_path):
-    _, checkpoint = trained(tmp_path)
+def test_a_checkpoint_is_written_in_another_dtype_with_its_tokenizer(tmp_path, checkpoint):
     assert len(list((checkpoint / "model").glob("model-*.safetensors"))) > 2
     run(checkpoint, tmp_path / "target", dtype="bfloat16")
     expected = {name: tensor.bfloat16() for name, tensor in held(checkpoint / "model").items()}
     assert_same(held(tmp_path / "target", dtype="auto"), expected)
-    one, other = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "base", tmp_path / "target"))
+    one, other = (
+        AutoTokenizer.from_pretrained(folder) for folder in (checkpoint.parents[1] / "base", tmp_path / "target")
+    )
     assert (one.chat_template, one.get_vocab()) == (other.chat_template, other.get_vocab())
     assert not list(tmp_path.glob("*.draft"))
 
 
-def test_a_run_folder_stands_for_its_final_model_or_its_newest_checkpoint(tmp_path):
-    run_folder, checkpoint = tmp_path / "runs" / "mine", trained(tmp_path)[1]
+def test_a_run_folder_stands_for_its_final_model_or_its_newest_checkpoint(tmp_path, checkpoint):
+    run_folder = tmp_path / "runs" / "mine"
     for step in (5, 10):
         shutil.copytree(checkpoint, run_folder / "checkpoints" / f"step-{step:08}")
     (run_folder / "config.yaml").touch()
@@ -136,7 +141,7 @@ def test_an_adapter_is_merged_into_its_base(tmp_path):
     assert "--base must be the causal language model" in refusal(adapter, tmp_path / "no", base=other)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_zero_checkpoint_is_gathered(tmp_path, stage):
     trainer, checkpoint = trained(tmp_path, engine=zero(stage))
     trainer.engine._engine.save_checkpoint(str(tmp_path / "zero"))
@@ -242,9 +247,9 @@ def make_member(index: int, response: list[int]) -> Trajectory:
     return make_trajectory("0", index, token_ids=token_ids, prompt_uid="train/00000", reward=reward)
 
 
-def rewards_of(groups: list[StoredGroup], prompts: Dataset, function: str, **fields: Any) -> list[Reward]:
+def rewards_of(groups: list[StoredGroup], prompts: Dataset, function: str) -> list[Reward]:
     """After rescoring; nothing else has changed."""
-    config = RewardConfig(function=function, **({"num_workers": 0} | fields))
+    config = RewardConfig(function=function, num_workers=0)
     (group,) = rescore(groups, config, prompts=prompts, prompting=PromptEncoder(Digits(), max_prompt_tokens=8))
     members = [unpack(payload) for payload in group.payloads]
     before = [unpack(payload) for payload in groups[0].payloads]
@@ -264,18 +269,10 @@ def test_the_same_function_gives_the_stored_rewards_and_another_gives_others(pro
         rewards_of([stranger], prompts, f"{functions}:exact_match")
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_failing_function_gives_a_failed_reward_and_not_zero(prompts, groups, num_workers):
-    rewards = rewards_of(groups, prompts, f"{HERE}:unwilling", num_workers=num_workers, timeout_s=30.0)
+def test_a_failing_function_gives_a_failed_reward_and_not_zero(prompts, groups):
+    rewards = rewards_of(groups, prompts, f"{HERE}:unwilling")
     assert [(reward.status, reward.total) for reward in rewards] == [("error", 0.0), ("ok", 0.25), ("ok", 0.0)]
     assert "ValueError: no good" in rewards[0].detail
-
-
-def test_a_reward_is_named_by_its_path_or_by_its_fields() -> None:
-    assert ReplayConfig().reward is None
-    assert ReplayConfig(rescore="mine:strict").reward == RewardConfig(function="mine:strict")
-    config = msgspec.convert({"rescore": {"function": "mine:strict", "timeout_s": 1}}, ReplayConfig)
-    assert config.reward == RewardConfig(function="mine:strict", timeout_s=1.0)
 
 
 def test_several_ranks_are_ended_in_order_by_a_stop_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

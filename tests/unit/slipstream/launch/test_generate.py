@@ -76,29 +76,26 @@ def test_every_prompt_is_answered_and_more_of_them_the_next_time(run: RunConfig,
     assert statuses == ["error", "error"], "answers without a reward are never zeros"
 
 
-def test_a_changed_setting_is_refused_in_one_sentence(run: RunConfig, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    generate(run, out, samples=1, num_prompts=1, is_scored=True)
+def test_a_changed_setting_is_refused_and_a_wrong_one_of_a_call_without_answers_can_be_corrected(run, tmp_path) -> None:
+    def make(run: RunConfig, name: str = "out", *, samples: int = 1) -> int:
+        return generate(run, tmp_path / name, samples=samples, num_prompts=1, is_scored=True)[1]
+
+    broken = make_run(generators={"reward": {"function": "nosuch:f"}}).generators
+    with pytest.raises(ConfigError, match="no module 'nosuch'"):
+        make(msgspec.structs.replace(run, generators=broken))
+    assert make(run) == 1
     with pytest.raises(RunConflictError, match=r"^samples must stay 1 .* got 2: "):
-        generate(run, out, samples=2, num_prompts=1, is_scored=True)
+        make(run, samples=2)
     with pytest.raises(RunConflictError, match=r"^seed must stay 0 "):
-        generate(msgspec.structs.replace(run, seed=7), out, samples=1, num_prompts=1, is_scored=True)
+        make(msgspec.structs.replace(run, seed=7))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ConfigError, match="--out must be a new folder"):
-        generate(run, tmp_path / "full", samples=1, num_prompts=1, is_scored=True)
-
-
-def test_a_wrong_setting_of_a_call_without_answers_can_be_corrected(run: RunConfig, tmp_path: Path) -> None:
-    broken = make_run(generators={"reward": {"function": "nosuch:f"}}).generators
-    wrong = msgspec.structs.replace(run, generators=broken)
-    with pytest.raises(ConfigError, match="no module 'nosuch'"):
-        generate(wrong, tmp_path / "out", samples=1, num_prompts=1, is_scored=True)
-    assert generate(run, tmp_path / "out", samples=1, num_prompts=1, is_scored=True)[1] == 1
+        make(run, "full")
     lost = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, path=str(tmp_path / "nosuch")))
     words = r"model\.path must be a folder with .*nosuch': there is no such folder"
     with pytest.raises(ConfigError, match=words):
-        generate(lost, tmp_path / "new", samples=1, num_prompts=1, is_scored=True)
+        make(lost, "new")
     with pytest.raises(ConfigError, match=words):
         evaluate(run, [lost.model.path], out=tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -187,7 +184,6 @@ def write_responses(path: Path, *, as_list: bool = True, column: str = "response
 
 @cases(
     "name, form",
-    ("r.jsonl", {}),
     ("r.parquet", {}),
     ("r.jsonl", {"as_list": False, "column": "response"}),
     ("r.jsonl", {"column": "written"}),
@@ -238,13 +234,6 @@ def test_responses_that_cannot_be_scored_are_refused_in_one_sentence(tmp_path, c
     printed = " ".join(capsys.readouterr().err.split())
     assert re.search(message, printed), printed
     assert "Traceback" not in printed
-
-
-def test_commands_without_a_model_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code("evaluate", "seed=1") == exit_code("generate", "a", "b", "--out", "x") == 2
-    printed = capsys.readouterr().err
-    assert "MODEL must be a folder" in printed
-    assert "generate must have one model, got a, b." in printed
 
 
 def test_what_an_engine_prints_before_it_fails_is_in_a_file(tmp_path, monkeypatch, capfd) -> None:

@@ -47,10 +47,21 @@ class FarPlaces:
         return LocalSeat(log)
 
 
-def make_launcher(*overrides: str, printed: io.StringIO | None = None, places: FarPlaces | None = None) -> Launcher:
-    run = load(list(overrides))
+def make_launcher(
+    folder: Path, *overrides: str, printed: io.StringIO | None = None, places: FarPlaces | None = None
+) -> Launcher:
+    """The launcher of a run with this name, in a folder of the test."""
+    words = ["name=run", f"runs_dir={folder}", *overrides]
+    run = load(words)
     console = Console(file=printed or io.StringIO(), width=200)
-    return Launcher(run, RunFolder(run), overrides=list(overrides), console=console, places=places)
+    return Launcher(run, RunFolder(run), overrides=words, console=console, places=places)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    made = MemoryStore()
+    made.open_run("run", config_json="{}", num_rows=4, seed=0)
+    return made
 
 
 def update(launcher: Launcher, store: MemoryStore, monitor: Monitor | None = None) -> None:
@@ -61,7 +72,7 @@ def update(launcher: Launcher, store: MemoryStore, monitor: Monitor | None = Non
 
 def test_a_store_may_lack_the_run_until_a_broker_has_opened_it_and_no_longer(tmp_path: Path) -> None:
     printed = io.StringIO()
-    launcher = make_launcher("experiment=digits_cpu", "name=run", f"runs_dir={tmp_path}", printed=printed)
+    launcher = make_launcher(tmp_path, "experiment=digits_cpu", printed=printed)
     store = MemoryStore()
     update(launcher, store)
     update(launcher, store)
@@ -73,12 +84,11 @@ def test_a_store_may_lack_the_run_until_a_broker_has_opened_it_and_no_longer(tmp
         update(launcher, MemoryStore())
 
 
-def test_a_resumed_run_prints_only_steps_that_are_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_prints_only_steps_that_are_new(
+    tmp_path: Path, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     printed = io.StringIO()
-    own = ["experiment=digits_cpu", "name=run", f"runs_dir={tmp_path}", "resume=true"]
-    launcher = make_launcher(*own, printed=printed)
-    store = MemoryStore()
-    store.open_run("run", config_json="{}", num_rows=4, seed=0)
+    launcher = make_launcher(tmp_path, "experiment=digits_cpu", "resume=true", printed=printed)
     pointer = CheckpointPointer(step=2, version=2, name="step-00000002")
     state = msgspec.structs.replace(store.run_state(), phase="training", step=3, checkpoint=pointer)
     monkeypatch.setattr(store, "run_state", lambda: state)
@@ -93,11 +103,9 @@ def test_a_resumed_run_prints_only_steps_that_are_new(tmp_path: Path, monkeypatc
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["3/80"]
 
 
-def test_the_first_failure_of_each_kind_is_printed_once(tmp_path: Path) -> None:
+def test_the_first_failure_of_each_kind_is_printed_once(tmp_path: Path, store: MemoryStore) -> None:
     printed = io.StringIO()
-    launcher = make_launcher("experiment=digits_cpu", "name=run", f"runs_dir={tmp_path}", printed=printed)
-    store = MemoryStore()
-    store.open_run("run", config_json="{}", num_rows=4, seed=0)
+    launcher = make_launcher(tmp_path, "experiment=digits_cpu", printed=printed)
     boom, other = "an answer has no reward: ValueError: boom, at mine.py:2: `raise`", "a prompt fails: \x1b[2J"
     for name, problems in (("g-0", {"problem/1": boom}), ("g-1", {"problem/1": boom, "problem/2": other})):
         store.report_role(name, {"role": "generator", "state": "ready", "waits_for": "", **problems})
@@ -117,8 +125,7 @@ def test_roles_that_share_a_gpu_are_told_the_kv_cache(tmp_path: Path, monkeypatc
     monkeypatch.setattr(launcher_module, "gpu_gib", lambda name: {"3": 24.0}[name])
 
     def arguments(*overrides: str) -> list[str]:
-        own = ["name=run", f"runs_dir={tmp_path}", f"model.path={model}", *overrides]
-        launcher = make_launcher(*own)
+        launcher = make_launcher(tmp_path, f"model.path={model}", *overrides)
         launcher._share_gpu()
         assert launcher._learner._arguments[1:] == launcher._brokers[0]._arguments[1:]
         with pytest.raises(ConfigError, match=r"must be <= 1 on the one GPU .*, got 2: its memory is divided"):
@@ -154,7 +161,7 @@ class StubbornRole:
 
 def test_a_user_who_insists_ends_all_roles_before_the_launcher_ends(tmp_path: Path) -> None:
     events: list[str] = []
-    launcher = make_launcher("name=run", f"runs_dir={tmp_path}", places=FarPlaces())
+    launcher = make_launcher(tmp_path, places=FarPlaces())
     launcher._brokers = [StubbornRole("broker", events)]
     launcher._learner = StubbornRole("learner", events)
     with pytest.raises(KeyboardInterrupt), launcher._processes(None):
@@ -183,10 +190,9 @@ class SavingRole:
         self.is_running = False
 
 
-def test_a_first_step_that_the_launcher_has_not_seen_is_saved_too(tmp_path: Path) -> None:
-    printed, store = io.StringIO(), MemoryStore()
-    store.open_run("run", config_json="{}", num_rows=4, seed=0)
-    launcher = make_launcher("name=run", f"runs_dir={tmp_path}", printed=printed, places=FarPlaces())
+def test_a_first_step_that_the_launcher_has_not_seen_is_saved_too(tmp_path: Path, store: MemoryStore) -> None:
+    printed = io.StringIO()
+    launcher = make_launcher(tmp_path, printed=printed, places=FarPlaces())
     launcher._opened_store, launcher._brokers = store, [StubbornRole("broker", [])]
     launcher._learner = SavingRole(store, tmp_path / "run" / "checkpoints")
     with pytest.raises(KeyboardInterrupt), launcher._processes(None):
@@ -197,7 +203,7 @@ def test_a_first_step_that_the_launcher_has_not_seen_is_saved_too(tmp_path: Path
 def test_each_broker_is_told_its_number_and_generators_elsewhere_the_address_the_code_and_the_token(tmp_path) -> None:
     for shards, numbers in ((1, [[]]), (2, [["--shard", "0"], ["--shard", "1"]])):
         own = ["name=run", f"runs_dir={tmp_path}", f"broker.shards={shards}"]
-        launcher = make_launcher(*own)
+        launcher = make_launcher(tmp_path, own[-1])
         brokers = [role for role in launcher._roles if role.name in launcher._run.broker.names]
         assert [role._arguments for role in brokers] == [["slipstream.broker", *number, *own] for number in numbers]
     own = ["generators.reward.function=mine:score", "experiment=digits_cpu"]

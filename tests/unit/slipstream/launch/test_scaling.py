@@ -218,45 +218,39 @@ def events_of(store: ShakyStore) -> list[tuple[str, str]]:
     return [(event.role, event.text) for event in store.events(limit=99)]
 
 
-def test_the_report_holds_the_process_the_restarts_and_each_event_once_without_the_name_of_its_role(report):
+def test_the_report_holds_the_process_restarts_and_each_event_once_and_its_end_needs_no_store(report):
     report.record(Event("generator-0", "generator-0 died (signal SIGKILL)"))
     report.record(Event("store", "the store died"))
     for _ in range(2):
         report.send(restarts={"generator-0": 2}, generators_target=2)
     launcher = report._store.roles()["launcher"]
     assert (launcher["state"], launcher["pid"], launcher["restarts"]) == ("ready", os.getpid(), {"generator-0": 2})
-    assert events_of(report._store) == [("generator-0", "died (signal SIGKILL)"), ("store", "the store died")]
+    events = [("generator-0", "died (signal SIGKILL)"), ("store", "the store died")]
+    assert events_of(report._store) == events
+    for is_away in (False, True):
+        report._store.is_away = is_away
+        report.record(Event("learner", "learner: the settings are wrong"))
+        report.end(reason="a role died", restarts={}, generators_target=2)
+    launcher = report._store.roles()["launcher"]
+    assert (launcher["state"], launcher["reason"]) == ("gone", "a role died")
+    assert events_of(report._store) == [*events, ("learner", "learner: the settings are wrong")]
 
 
 def test_events_wait_for_a_store_that_is_away_or_until_the_run_is_opened(report):
-    def send(report: LauncherReport) -> None:
-        report.send(restarts={}, generators_target=2)
-
     report._store.is_away = True
     report.record(Event("store", "the store died"))
     with pytest.raises(StoreUnavailableError):
-        send(report)
+        report.send(restarts={}, generators_target=2)
     report._store.is_away = False
-    send(report)
+    report.send(restarts={}, generators_target=2)
     assert events_of(report._store) == [("store", "the store died")]
     unopened = LauncherReport(ShakyStore())
     unopened.record(Event("broker", "broker died (exit code 1)"))
     with pytest.raises(RunConflictError):
-        send(unopened)
+        unopened.send(restarts={}, generators_target=2)
     unopened._store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    send(unopened)
+    unopened.send(restarts={}, generators_target=2)
     assert events_of(unopened._store) == [("broker", "died (exit code 1)")]
-
-
-def test_the_end_is_reported_with_its_reason_and_needs_no_store(report):
-    report.record(Event("learner", "learner: the settings are wrong"))
-    report.end(reason="a role died", restarts={}, generators_target=2)
-    launcher = report._store.roles()["launcher"]
-    assert (launcher["state"], launcher["reason"]) == ("gone", "a role died")
-    assert events_of(report._store) == [("learner", "learner: the settings are wrong")]
-    report.record(Event("store", "the store died"))
-    report._store.is_away = True
-    report.end(reason="a role died", restarts={}, generators_target=2)
 
 
 def rows(waited_s: float, worked_s: float, *, count: int = 6) -> list[dict[str, float]]:
@@ -406,15 +400,16 @@ def test_a_generator_that_was_drained_is_not_replaced(scene: PoolScene):
     assert scene.are_up(1)
 
 
-def test_a_generator_that_cannot_start_is_abandoned_while_another_lives(scene: PoolScene):
+def test_a_generator_that_cannot_start_is_abandoned_but_the_last_one_ends_the_run_unless_it_has_others(
+    scene: PoolScene,
+):
     scene.ends["generator-1"] = "2"
     scene.keep(2)
     scene.until(lambda: scene.pool.target == 1)
     assert "generator-1 is abandoned, the target is 1 now: generator-1 ended with exit code 2" in scene.messages[-1]
     scene.until(lambda: scene.are_up(0))
-
-
-def test_the_last_generator_that_cannot_start_ends_the_run_unless_it_has_others(scene: PoolScene):
+    scene.close()
+    scene = PoolScene(scene.folder)
     scene.ends["generator-0"] = "2"
     scene.keep(1)
     with pytest.raises(RoleDiedError, match="generator-0"):
@@ -445,19 +440,16 @@ def test_each_role_gets_its_gpus_in_order_and_one_is_shared(overrides, gpus, pla
     (["learner.num_ranks=2"], ["5"], r"learner.num_ranks must be <= the GPUs here \(1\), got 2: each"),
     (["generators.engine.tensor_parallel_size=2"], ["5"], r"size must be <= the GPUs here \(1\), got 2: each"),
     (["experiment=gsm8k_8gpu"], EIGHT[:4], "got 8"),
+    (["weights.backend=nccl"], None, r"weights\.backend=nccl must have a GPU for the learner and .* got 0 here"),
 )
-def test_no_two_processes_of_a_group_share_a_gpu(overrides: list[str], gpus: list[str], message: str):
-    with pytest.raises(ConfigError, match=message):
-        place(load(overrides), gpus=gpus)
-
-
-def test_a_learner_that_must_have_a_gpu_and_an_implausible_number_of_generators_are_refused():
+def test_no_two_processes_of_a_group_share_a_gpu_and_a_role_that_must_have_one_gets_one(overrides, gpus, message):
     generator_pool.check_placement(load(["learner.device=cpu"]))
-    # A machine without a driver, or a CPU build of torch.
-    with pytest.raises(ConfigError, match=r"^learner.device=cuda must have an NVIDIA GPU"):
-        generator_pool.check_placement(load(["learner.device=cuda"]))
-    with pytest.raises(ConfigError, match=r"weights\.backend=nccl must have a GPU for the learner and .* got 0 here"):
-        generator_pool.check_placement(load(["weights.backend=nccl"]))
+    run = load(overrides)
+    with pytest.raises(ConfigError, match=message):
+        place(run, gpus=gpus) if gpus else generator_pool.check_placement(run)
+
+
+def test_an_implausible_number_of_generators_is_refused():
     generator_pool.check_target(make_run(), 8, num_cores=2)
     with pytest.raises(ConfigError, match=r"generators must be <= 8 on this machine of 2 cores, got 100: lower it"):
         generator_pool.check_target(make_run(), 100, num_cores=2)

@@ -16,12 +16,10 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.load import load, provenance
 from slipstream.observe.dashboard import app as module_of_runs
 from slipstream.observe.dashboard import viewed_run
 from slipstream.observe.dashboard.app import Runs, make_app
 from slipstream.observe.dashboard.guard import _MAX_SESSIONS, KEY_HEADER, TOKEN_VARIABLE, Guard, find_token
-from slipstream.observe.dashboard.payloads import read_settings
 from slipstream.observe.dashboard.viewed_run import Feed, ViewedRun
 from slipstream.observe.metrics_rows import read_tail
 from slipstream.runtime.credentials import is_loopback
@@ -38,8 +36,13 @@ COOKIE = "slipstream-8420"
 def make_client(runs_dir: Path, *names: str) -> TestClient:
     app = make_app(Runs([*names, f"runs_dir={runs_dir}"]), token=TOKEN, hosts=["testserver"], cookie="watch")
     client = TestClient(app, raise_server_exceptions=False)
-    client.headers[KEY_HEADER] = re.search('name="key" content="([^"]+)"', client.get(f"/?token={TOKEN}").text)[1]
+    client.headers[KEY_HEADER] = enter(client)
     return client
+
+
+def enter(client: TestClient) -> str:
+    """Open the printed address; returns the key that its page keeps."""
+    return re.search('name="key" content="([^"]+)"', client.get(f"/?token={TOKEN}").text)[1]
 
 
 @pytest.fixture
@@ -87,7 +90,7 @@ def test_runs_are_listed_newest_first_and_as_they_begin_and_are_held(tmp_path, c
     folder.unlock()
 
 
-def test_named_runs_alone_are_shown_and_those_of_one_name_are_told_apart(tmp_path):
+def test_named_runs_alone_are_shown_those_of_one_name_told_apart_and_deleted_ones_leave_the_list(tmp_path):
     first, second = record_run(tmp_path / "a"), record_run(tmp_path / "b")
     record_run(tmp_path / "a", "other")
     runs = Runs([str(first), str(second)])
@@ -95,6 +98,9 @@ def test_named_runs_alone_are_shown_and_those_of_one_name_are_told_apart(tmp_pat
     assert (runs.reader("mine").folder, runs.reader("mine.2").folder) == (first, second)
     assert runs.reader("mine") is runs.reader("mine")
     assert runs.reader("other") is None
+    for folder, left in (("a", ["mine.2"]), ("b", [])):
+        shutil.rmtree(tmp_path / folder)
+        assert [line.id for line in runs.lines()] == left
     with pytest.raises(ConfigError, match="mien"):
         Runs(["mien", f"runs_dir={tmp_path}"])
     assert make_client(tmp_path).get("/api/runs").json() == [], "a folder without runs waits for them"
@@ -207,23 +213,16 @@ def archived(tmp_path, client):
     return client
 
 
-def trajectories(client, query=""):
-    return client.get(f"/api/runs/mine/trajectories?{query}").json()
+def test_a_list_is_paged_filtered_and_sorted_and_a_group_shown_token_by_token_with_its_step(tmp_path, archived):
+    def trajectories(query=""):
+        return archived.get(f"/api/runs/mine/trajectories?{query}").json()
 
-
-def test_a_page_of_the_list_tells_how_many_there_are_and_what_cannot_be_read(tmp_path, archived):
-    found = trajectories(archived)
+    found = trajectories()
     assert (found["num_rows"], found["num_stored"], len(found["rows"]), found["notes"]) == (80, 80, 50, [])
-    assert len(trajectories(archived, "start=50")["rows"]) == 30
-    # A run that was killed may have more in its store.
-    (tmp_path / "mine" / "summary.json").unlink()
-    assert "slipstream view" in trajectories(archived)["notes"][0]
-
-
-def test_a_list_is_filtered_and_sorted_and_a_group_shown_token_by_token_with_its_step(archived):
-    assert [row["group_id"] for row in trajectories(archived, "where=group%3D7")["rows"]] == ["7"] * 4
-    assert trajectories(archived, "where=step%3E%3D2")["num_rows"] == 0
-    indices = [row["index"] for row in trajectories(archived, "sort=index&descending=1")["rows"]]
+    assert len(trajectories("start=50")["rows"]) == 30
+    assert [row["group_id"] for row in trajectories("where=group%3D7")["rows"]] == ["7"] * 4
+    assert trajectories("where=step%3E%3D2")["num_rows"] == 0
+    indices = [row["index"] for row in trajectories("sort=index&descending=1")["rows"]]
     assert indices == sorted(indices, reverse=True)
     members = archived.get("/api/runs/mine/groups/7").json()
     assert [each["row"]["index"] for each in members] == [0, 1, 2, 3]
@@ -231,22 +230,21 @@ def test_a_list_is_filtered_and_sorted_and_a_group_shown_token_by_token_with_its
     assert first["uses"][0]["step"] == 1
     assert len(first["numbers"]["logprob"]) == len(first["token_ids"])
     assert archived.get("/api/runs/mine/groups/77").status_code == 404
+    # A run that was killed may have more in its store.
+    (tmp_path / "mine" / "summary.json").unlink()
+    assert "slipstream view" in trajectories()["notes"][0]
 
 
-@pytest.mark.parametrize("query", ["where=rewrd%3E1", "sort=nothing", "start=-1", "start=x", "where=outcome%3Dnone"])
-def test_a_question_that_makes_no_sense_is_one_sentence(archived, query):
-    answer = archived.get(f"/api/runs/mine/trajectories?{query}")
-    assert (answer.status_code, answer.text.count("\n")) == (400, 1)
+def test_a_question_that_makes_no_sense_or_concerns_a_run_that_archived_nothing_is_one_sentence(tmp_path, archived):
+    for query in ("where=rewrd%3E1", "sort=nothing", "start=-1", "start=x", "where=outcome%3Dnone"):
+        answer = archived.get(f"/api/runs/mine/trajectories?{query}")
+        assert (answer.status_code, answer.text.count("\n")) == (400, 1), query
+    record_run(tmp_path, "bare", **SERIAL)
+    answer = archived.get("/api/runs/bare/trajectories")
+    assert (answer.status_code in (400, 503), answer.text.count("\n")) == (True, 1)
 
 
-def test_a_run_that_archived_nothing_and_has_no_store_is_one_sentence(tmp_path, client):
-    record_run(tmp_path, "bare", mode="serial", weights={"transport": "memory"})
-    answer = client.get("/api/runs/bare/trajectories")
-    assert answer.status_code in (400, 503)
-    assert answer.text.count("\n") == 1
-
-
-def read(folder):
+def polled(folder: Path) -> ViewedRun:
     reader = ViewedRun(folder, run_id="mine")
     reader.poll()
     return reader
@@ -255,7 +253,7 @@ def read(folder):
 def test_a_supervised_run_has_no_store_and_is_running_while_it_is_held(tmp_path):
     folder = record_run(tmp_path, steps=5, mode="sft", sft={"train_path": "demonstrations.jsonl"})
     (folder / "store").mkdir()
-    view = read(folder).view()
+    view = polled(folder).view()
     assert (view.phase, view.status) == ("finished", None)
     assert "mode=sft has none" in view.problem
     assert list((folder / "store").iterdir()) == [], "no server was started"
@@ -264,7 +262,7 @@ def test_a_supervised_run_has_no_store_and_is_running_while_it_is_held(tmp_path)
 def test_a_run_whose_process_is_gone_without_a_summary_has_stopped_until_it_is_resumed(tmp_path):
     folder = record_run(tmp_path, steps=5, **SERIAL)
     (folder / "summary.json").unlink()
-    reader = read(folder)
+    reader = polled(folder)
     assert not is_held(folder)
     assert not is_held(tmp_path / "nowhere")
     assert reader.view().phase == "stopped"
@@ -283,7 +281,7 @@ def test_a_run_whose_process_is_gone_without_a_summary_has_stopped_until_it_is_r
 
 def test_one_thread_at_a_time_reads_the_store(tmp_path, monkeypatch):
     # A page that is loaded again begins to read while the thread of the one before is still at it.
-    reader = read(record_run(tmp_path, steps=5))
+    reader = polled(record_run(tmp_path, steps=5))
     began, may_end, inside = threading.Event(), threading.Event(), []
 
     def read_store(*, is_live):
@@ -321,36 +319,16 @@ def test_a_list_looks_for_runs_once_and_reads_a_file_that_is_as_before_once(tmp_
     assert reader.line().accuracies == {"sampled": 0.4}, "of the newest monitored one"
 
 
-def test_a_named_run_that_is_deleted_leaves_the_list_and_the_others_keep_their_names(tmp_path):
-    runs = Runs([str(record_run(tmp_path / folder)) for folder in ("a", "b")])
-    shutil.rmtree(tmp_path / "a")
-    assert [line.id for line in runs.lines()] == ["mine.2"]
-    shutil.rmtree(tmp_path / "b")
-    assert runs.lines() == []
-
-
 def test_a_warning_quotes_the_figures_of_the_run_and_a_rolled_back_run_is_judged_again(tmp_path):
     folder = record_run(tmp_path, steps=1, staleness={"max_lag": 7}, **SERIAL)
     append_rows(folder, make_row(2, **{"learner/ess": 0.1, "lag/mean": 2.5}))
-    reader = read(folder)
+    reader = polled(folder)
     (warning,) = reader.view().warnings
     assert warning.metric == "learner/ess"
     assert "staleness.max_lag (now 7, mean lag 2.5)" in warning.advice
     RunFolder(make_config(tmp_path, **SERIAL)).keep_metrics(up_to_step=1)
     reader.poll()
     assert reader.view().warnings == []
-
-
-@pytest.mark.parametrize("overrides", [["experiment=digits_serial", "seed=3"], ["learner.max_steps=7"]])
-def test_the_origin_of_every_setting_is_recorded_with_the_run(tmp_path, overrides):
-    run = load([*overrides, f"runs_dir={tmp_path}"])
-    folder = RunFolder(run)
-    folder.claim()
-    folder.write_origins(provenance([*overrides, f"runs_dir={tmp_path}"], run), overrides=overrides)
-    rows = {row.key: row for row in read_settings(folder.path)}
-    assert all(row.origin for row in rows.values())
-    assert rows[overrides[-1].split("=")[0]].origin == f"command line {overrides[-1]}"
-    folder.unlock()
 
 
 def make_guarded(*, is_in: bool = True, base_url: str = "http://localhost:8420") -> TestClient:
@@ -365,11 +343,6 @@ def make_guarded(*, is_in: bool = True, base_url: str = "http://localhost:8420")
     return client
 
 
-def enter(client: TestClient) -> str:
-    """Open the printed address; returns the key that its page keeps."""
-    return re.search('name="key" content="([^"]+)"', client.get(f"/?token={TOKEN}").text)[1]
-
-
 def test_only_requests_to_a_name_of_this_machine_are_answered_even_with_the_token():
     for host in ("localhost:8420", "127.0.0.1:9000", "LOCALHOST", "[::1]:8420"):
         assert make_guarded().get("/", headers={"host": host}).status_code == 200, host
@@ -380,13 +353,13 @@ def test_only_requests_to_a_name_of_this_machine_are_answered_even_with_the_toke
     assert not any(map(is_loopback, ("0.0.0.0", "node")))
 
 
-@pytest.mark.parametrize("cookie", [None, "", "wrong", TOKEN, TOKEN + "x", "\x7f"])
-def test_without_a_session_nothing_is_shown_not_even_what_there_is(cookie):
-    client = make_guarded(is_in=False)
-    if cookie is not None:
-        client.cookies.set(COOKIE, cookie)
-    assert {client.get(path).status_code for path in ("/", "/nowhere", "/static/app.js", "/api/runs")} == {401}
-    assert client.post("/act").status_code == 401
+def test_without_a_session_nothing_is_shown_not_even_what_there_is():
+    for cookie in (None, "", "wrong", TOKEN, TOKEN + "x", "\x7f"):
+        client = make_guarded(is_in=False)
+        if cookie is not None:
+            client.cookies.set(COOKIE, cookie)
+        assert {client.get(path).status_code for path in ("/", "/nowhere", "/static/app.js", "/api/runs")} == {401}
+        assert client.post("/act").status_code == 401
 
 
 def test_the_printed_address_starts_one_of_few_sessions_and_leads_to_an_address_without_the_token():
@@ -422,33 +395,25 @@ def test_the_cookie_alone_which_other_ports_receive_shows_nothing_of_a_run():
     assert client.get("/api/runs", headers={KEY_HEADER: key}).status_code == 401
 
 
-@pytest.mark.parametrize("client", [make_guarded(), make_guarded(is_in=False)])
-def test_every_answer_forbids_foreign_code_frames_and_referrers(client):
-    headers = client.get("/").headers
-    policy = headers["content-security-policy"]
-    assert "default-src 'self'" in policy
-    assert "frame-ancestors 'none'" in policy
-    assert "unsafe" not in policy
-    assert (headers["referrer-policy"], headers["x-content-type-options"]) == ("no-referrer", "nosniff")
-    assert headers["cache-control"] == "no-store"
+def test_every_answer_forbids_foreign_code_frames_and_referrers():
+    for client in (make_guarded(), make_guarded(is_in=False)):
+        headers = client.get("/").headers
+        policy = headers["content-security-policy"]
+        assert ("default-src 'self'" in policy, "frame-ancestors 'none'" in policy, "unsafe" in policy) == (1, 1, 0)
+        assert (headers["referrer-policy"], headers["x-content-type-options"]) == ("no-referrer", "nosniff")
+        assert headers["cache-control"] == "no-store"
 
 
-@cases(
-    "changed",
-    {KEY_HEADER: ""},
-    {KEY_HEADER: "0" * 64},
-    {"origin": "http://evil.example"},
-    {"origin": "null"},
-    {"origin": "http://localhost:9999"},
-    {"sec-fetch-site": "cross-site"},
-    {"sec-fetch-site": "same-site"},
-)
-def test_a_page_of_the_dashboard_may_act_and_one_of_another_site_not_although_the_browser_has_the_cookie(changed):
+def test_a_page_of_the_dashboard_may_act_and_one_of_another_site_not_although_the_browser_has_the_cookie():
     client = make_guarded()
     own = {KEY_HEADER: enter(client), "origin": "http://localhost:8420", "sec-fetch-site": "same-origin"}
     assert client.post("/act", headers=own).text == "POST"
     assert client.post("/act", headers={KEY_HEADER: own[KEY_HEADER]}).status_code == 200
-    assert client.post("/act", headers=own | changed).status_code == 403
+    changes = [{KEY_HEADER: ""}, {KEY_HEADER: "0" * 64}]
+    changes += [{"origin": origin} for origin in ("http://evil.example", "null", "http://localhost:9999")]
+    changes += [{"sec-fetch-site": site} for site in ("cross-site", "same-site")]
+    for changed in changes:
+        assert client.post("/act", headers=own | changed).status_code == 403, changed
 
 
 def test_a_token_of_the_users_own_is_used_once_and_one_that_can_be_guessed_is_refused_without_being_shown(monkeypatch):

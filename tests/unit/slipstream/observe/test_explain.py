@@ -21,7 +21,6 @@ from slipstream.observe.reward_fall import explain_reward, largest_fall
 from slipstream.observe.slowness import PHASES, explain_slowness
 from slipstream.runtime.run_folder import STAGES, RunFolder
 from tests.builders import make_finished, make_run, write_archive
-from tests.cases import cases
 from tests.memory_store.store import MemoryStore
 from tests.recorded_run import append_rows, make_row, record_run, record_step
 
@@ -31,37 +30,31 @@ STEPS = 80
 FALLS_AT = 51
 
 
-def test_health_names_metrics_that_mean_the_same_together_with_the_runs_figures(tmp_path, capsys):
+def test_a_question_is_answered_from_the_folder_alone_with_the_runs_figures_and_what_is_missing(tmp_path, capsys):
     folder = record_run(tmp_path, staleness={"max_lag": 7})
+    for kind, answer in (("slow", "The largest part of a step"), ("reward", "The reward did not fall")):
+        explain(kind, [str(folder)])
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith(answer)
+        assert lines[-1].startswith("events and versions must be read from the store, which is not there")
     append_rows(folder, make_row(31, **{"learner/ess": 0.1, "learner/chi2": 3.0, "learner/failed_fraction": 0.5}))
     explain("health", [str(folder)])
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "After step 31, outside of its healthy range: 3 of 24 watched metrics."
+    # Metrics that mean the same stand together.
     ess = "1. learner/ess: 0.1, healthy is >= 0.3, since step 31; learner/chi2 3, healthy is <= 1, since step 31"
     assert ess in lines
     assert any("max_lag (now 7, mean lag 1.4)" in line for line in lines)
 
 
-def test_a_question_is_answered_from_the_folder_alone_and_says_what_is_missing(tmp_path, capsys):
-    folder = str(record_run(tmp_path))
-    for kind, answer in (("slow", "The largest part of a step"), ("reward", "The reward did not fall")):
-        explain(kind, [folder])
-        lines = capsys.readouterr().out.splitlines()
-        assert lines[0].startswith(answer)
-        assert lines[-1].startswith("events and versions must be read from the store, which is not there")
-
-
-def test_a_supervised_run_says_what_to_look_at(tmp_path, capsys):
+def test_a_supervised_run_says_what_to_look_at_and_names_of_tasks_are_text(tmp_path, capsys):
     folder = record_run(tmp_path, steps=0, mode="sft", sft={"train_path": "demonstrations.jsonl"})
     append_rows(folder, {"step": 1, "time_s": 0.1, "learner/loss": 2.0})
     for kind, answer in {"reward": "has no reward: its measures are", "slow": "records no shares of its time:"}.items():
         explain(kind, [str(folder)])
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith(f"A run with mode=sft {answer} learner/")
-
-
-def test_names_of_tasks_are_text(tmp_path, capsys):
-    folder, key = record_run(tmp_path, steps=0), "learner/by_source/[red]a\x1b[2J/stop_length"
+    folder, key = record_run(tmp_path, "other", steps=0), "learner/by_source/[red]a\x1b[2J/stop_length"
     falls = {"learner/reward_mean": 0.1, key: 0.9}
     append_rows(folder, *(make_row(step, **(falls if step > 30 else {key: 0.0})) for step in range(1, 61)))
     explain("reward", [str(folder)])
@@ -73,22 +66,6 @@ def test_wrong_words_are_refused_with_the_reason(tmp_path):
         explain("step", ["3", str(record_run(tmp_path))])
     with pytest.raises(ConfigError, match="takes one run, got 'mine' and 'yours'"):
         explain("slow", ["mine", "yours"])
-    for words in ([], ["mine"]):
-        with pytest.raises(ConfigError, match="step must be followed by its number"):
-            explain("step", words)
-
-
-def test_lines_are_wrapped_between_words_in_a_terminal_alone(tmp_path, capsys, monkeypatch):
-    folder = str(record_run(tmp_path))
-    explain("slow", [folder])
-    piped = capsys.readouterr().out
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "80")
-    explain("slow", [folder])
-    shown = capsys.readouterr().out
-    assert max(map(len, piped.splitlines())) > 80
-    assert all(len(line) <= 80 or " " not in line.strip() for line in shown.splitlines()), "only a word may be longer"
-    assert shown.split() == piped.split()
 
 
 def make_store(*, is_retired: bool = False, clock: Callable[[], float] = lambda: 1.0) -> MemoryStore:
@@ -107,19 +84,14 @@ def on_step(reader: RunReader) -> str:
 
 
 def test_a_step_names_its_trajectories_and_the_weights_after_it_and_a_version_its_step():
-    printed = on_step(read(make_store()))
+    reader = read(make_store())
+    printed = on_step(reader)
     for part in (
-        "2 trajectories in 1 groups, learner at version 0",
-        "seed 7, settings cfg",
-        "version 1 (checksum bbbb)",
+        *("2 trajectories in 1 groups, learner at version 0", "seed 7, settings cfg", "version 1 (checksum bbbb)"),
         "test: 2 answers to 1 prompts, reward 0.5 (0.5 to 0.5), 6.0 tokens by the model",
-        "made by: generator-0 2",
-        "lag of the oldest token -> trajectories: 0: 2",
-        "0-0-0",
-        "0-0-1",
+        *("made by: generator-0 2", "lag of the oldest token -> trajectories: 0: 2", "0-0-0", "0-0-1"),
     ):
         assert part in printed
-    reader = read(make_store())
     assert [*explain_version(reader, 1)] == ["version 1: the weights after step 1, checksum bbbb"]
     with pytest.raises(ConfigError, match=re.escape("version must have been published by this run, got 5.")):
         list(explain_version(reader, 5))
@@ -140,16 +112,12 @@ def test_a_step_lists_groups_that_were_reused_weighted_or_mixed_in():
 
 
 def test_trajectories_that_left_the_store_are_read_from_the_archive_or_else_the_ledger(tmp_path):
-    reader = read(make_store(is_retired=True), tmp_path)
-    assert "2 of them: its tokens are stored no more" in on_step(reader)
-    write_archive(tmp_path / "archive", [make_finished("0", steps=[1])])
-    assert "2 answers to 1 prompts" in on_step(read(make_store(is_retired=True), tmp_path))
-
-
-def test_a_run_whose_store_is_gone_is_explained_from_its_folder(tmp_path):
+    assert "2 of them: its tokens are stored no more" in on_step(read(make_store(is_retired=True), tmp_path))
     folder = record_run(tmp_path)
     archive = write_archive(folder / "archive", [make_finished("0", steps=[1])])
+    assert "2 answers to 1 prompts" in on_step(read(make_store(is_retired=True), folder))
     LedgerWriter(archive, ManifestWriter(archive)).append(make_store().ledger())
+    # Without its store, the run is explained from its folder.
     with RunReader(folder, starts_server=True) as reader:
         printed = on_step(reader)
         assert "2 answers to 1 prompts" in printed
@@ -260,17 +228,7 @@ def test_steps_that_stand_out_changes_of_pace_and_what_was_generated_in_vain_are
     assert told == ["30% of the tokens left the buffer untrained (buffer/waste_fraction)"]
 
 
-@cases(
-    "times, rule",
-    (None, "must hold the shares of the wall time"),
-    ({"steps": "many"}, "as this version of Slipstream writes it"),
-)
-def test_rows_without_shares_or_with_those_of_another_form_are_refused(times, rule):
-    with pytest.raises(ConfigError, match=rule):
-        explain_slowness([make_row(1, times=times)], make_run())
-
-
-def test_steps_that_are_missing_or_come_again_and_rows_without_a_time_or_numbers_are_left_out():
+def test_steps_that_come_again_and_rows_without_a_time_or_numbers_are_left_out_and_those_without_shares_refused():
     rows = [make_row(step) for step in (1, 2, 3, 2, 3, 40)]
     assert "no step took more than 3 times the median of 0.5 s" in slow(learner=BUSY, rows=rows).facts
     rows = [make_row(step) for step in range(1, 41)]
@@ -279,6 +237,9 @@ def test_steps_that_are_missing_or_come_again_and_rows_without_a_time_or_numbers
     facts = slow(learner=BUSY, rows=rows).facts
     assert "no step took more than 3 times the median of 0.5 s" in facts
     assert not any("tokens per second" in fact for fact in facts)
+    for times, rule in ((None, "must hold the shares"), ({"steps": "many"}, "as this version of Slipstream writes it")):
+        with pytest.raises(ConfigError, match=rule):
+            explain_slowness([make_row(1, times=times)], make_run())
 
 
 def noisy(step, *, key):
@@ -439,27 +400,20 @@ def test_the_timeline_of_a_run_is_that_of_its_records(tmp_path: Path) -> None:
     assert len(answer.facts) == 1 + len(RECORDED)
 
 
-def test_a_restarted_process_begins_with_its_own_start(tmp_path: Path) -> None:
-    again = [(120.0, "generator-0", 9, "process started"), (128.5, "generator-0", 9, "libraries loaded")]
-    facts = explain_start(read_stages(write(tmp_path, RECORDED + again))).facts
-    assert "   20.00      0.00  generator-0   process started" in facts
-    assert "   28.50      8.50  generator-0   libraries loaded" in facts
-
-
-def test_only_the_newest_launch_counts(tmp_path: Path) -> None:
-    write(tmp_path, RECORDED, damaged=b'{"at": 150.0, "ro')
-    resumed = [(200.0, "launcher", 7, "process started"), (201.0, "launcher", 7, "roles started")]
-    write(tmp_path, [], damaged=b"\n")
-    stages = read_stages(write(tmp_path, resumed))
-    assert [each.at for each in stages] == [200.0, 201.0]
-    assert explain_start(stages).headline == "1.0 s after the start, the newest stage is: roles started."
-
-
-def test_roles_started_by_hand_have_a_timeline_and_a_folder_without_stages_an_error(tmp_path: Path) -> None:
+def test_a_restarted_process_and_roles_started_by_hand_have_a_timeline_and_only_the_newest_launch_counts(tmp_path):
     with pytest.raises(ConfigError, match=r"must have stages\.jsonl"):
         explain_start(read_stages(tmp_path))
     write(tmp_path, RECORDED[2:])
     assert [each.at for each in read_stages(tmp_path)][:2] == [101.6, 101.7]
+    again = [(120.0, "generator-0", 9, "process started"), (128.5, "generator-0", 9, "libraries loaded")]
+    facts = explain_start(read_stages(write(tmp_path, [*RECORDED, *again], damaged=b'{"at": 150.0, "ro'))).facts
+    assert "   20.00      0.00  generator-0   process started" in facts
+    assert "   28.50      8.50  generator-0   libraries loaded" in facts
+    write(tmp_path, [], damaged=b"\n")
+    resumed = [(200.0, "launcher", 7, "process started"), (201.0, "launcher", 7, "roles started")]
+    stages = read_stages(write(tmp_path, resumed))
+    assert [each.at for each in stages] == [200.0, 201.0]
+    assert explain_start(stages).headline == "1.0 s after the start, the newest stage is: roles started."
 
 
 def test_roles_record_stages_only_where_the_folder_of_the_run_is(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from slipstream.buffer.records import Event
-from slipstream.buffer.role_reports import role_statuses
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.observe.run_status import Monitor, RunStatus, Wait
 from slipstream.observe.terminal import LiveView, draw_status, sparkline
@@ -39,23 +38,18 @@ def test_roles_are_alive_silent_or_gone_and_a_generator_has_its_figures_whatever
     assert (first.running, first.capacity, first.restarts) == (32, 64, 2)
     assert (first.host, first.pid, first.progress_age_s) == ("node", 7, 0.5)
     assert role(status_of(), "learner").version_lag is None
-    gauges = make_gauges(version=-1, tokens_per_s="fast", running=None, max_concurrency="many")
-    without_weights = role(status_of({"g": (0, gauges)}), "g")
-    assert (without_weights.version, without_weights.version_lag) == (None, None)
-    assert (without_weights.tokens_per_s, without_weights.running, without_weights.capacity) == (None, None, 64)
+    for wrong in ("fast", float("nan"), [1], None):
+        names = ("tokens_per_s", "running", "max_concurrency", "progressed_at")
+        found = role(status_of({"g": (0, make_gauges(version=-1, **dict.fromkeys(names, wrong)))}), "g")
+        assert (found.version, found.version_lag, found.progress_age_s) == (None, None, None)
+        assert (found.tokens_per_s, found.running, found.capacity) == (None, None, 64)
     assert role(status_of({"g": (0, make_gauges(max_concurrency=16))}), "g").capacity == 16, "as reported"
-
-
-@pytest.mark.parametrize(("age_s", "liveness"), [(8.0, "alive"), (8.01, "silent"), (-60.0, "silent")])
-def test_the_peer_timeout_comes_from_the_run(age_s, liveness):
-    assert role(status_of({"generator-0": (age_s, make_gauges())}), "generator-0").liveness == liveness
-
-
-@pytest.mark.parametrize(("age_s", "address"), [(0.5, "tcp://10.0.0.5:20000"), (90.0, "")])
-def test_the_address_to_join_is_that_of_a_living_broker(age_s, address):
+    # The peer timeout comes from the run.
+    for age_s, liveness in ((8.0, "alive"), (8.01, "silent"), (-60.0, "silent")):
+        assert role(status_of({"generator-0": (age_s, make_gauges())}), "generator-0").liveness == liveness
     broker = {"role": "broker", "state": "ready", "address": "tcp://10.0.0.5:20000"}
-    assert status_of({"broker": (age_s, broker)}).address == address
-    assert status_of().address == ""
+    for age_s, address in ((0.5, "tcp://10.0.0.5:20000"), (90.0, "")):
+        assert status_of({"broker": (age_s, broker)}).address == address
 
 
 def test_paced_generators_and_those_with_room_wait_for_the_learner_and_all_for_dead_silent_and_missing_roles():
@@ -247,17 +241,6 @@ def test_before_the_first_step_each_change_of_the_waits_is_printed_once(scene):
     assert scene.text().splitlines() == [f"starting: {each}" for each in waits]
 
 
-@pytest.mark.parametrize("value", ["fast", float("nan"), [1]])
-def test_gauges_that_are_no_numbers_are_left_out(value):
-    scene = Scene(is_terminal=True)
-    scene.report("generator-0", **dict.fromkeys(("tokens_per_s", "running", "max_concurrency", "progressed_at"), value))
-    with scene.view.shown():
-        scene.show()
-    store = scene.store
-    (role,) = role_statuses(store.roles(), run=make_run(), now=store.now(), announced_version=0)
-    assert (role.tokens_per_s, role.running, role.progress_age_s) == (None, None, None)
-
-
 def drawn(status: RunStatus, *, width: int = 160) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
     console.print(draw_status(status))
@@ -288,12 +271,8 @@ def test_waits_queue_events_and_groups_rejected_by_a_filter_are_shown():
     status = status_of(ready_versions={3: 5, 1: 2}, events=events, rows=(STATUS_ROW,))
     shown = drawn(status)
     for part in (
-        "generator-0 for the learner: pacing: wait",
-        "waited 25% of its last steps",
-        "lag 0: 5, lag 2: 2",
-        "12s ago  learner  evicted generator-1",
-        "reward 0.500, lag 1.5 (max 2)",
-        "0 committed, 3 being published",
+        *("generator-0 for the learner: pacing: wait", "waited 25% of its last steps", "lag 0: 5, lag 2: 2"),
+        *("12s ago  learner  evicted generator-1", "reward 0.500, lag 1.5 (max 2)", "0 committed, 3 being published"),
         "0 of 0 complete groups carried no signal (0.0%)",
     ):
         assert part in shown

@@ -55,7 +55,9 @@ def refusal(run: RunConfig) -> str:
     return str(caught.value)
 
 
-def test_a_run_makes_its_token_once_for_its_owner_alone(tmp_path: Path):
+def test_a_run_makes_its_token_once_for_its_owner_alone_and_does_not_write_down_a_given_one(tmp_path, environment):
+    assert make_token(run_in(tmp_path, SECRET)) == SECRET
+    assert not (tmp_path / "runs").exists()
     run = run_in(tmp_path)
     assert find_token(run) == ""
     token = make_token(run)
@@ -66,31 +68,20 @@ def test_a_run_makes_its_token_once_for_its_owner_alone(tmp_path: Path):
     assert (make_token(run), find_token(run)) == (token, token)
     assert [each.name for each in path.parent.iterdir() if each.is_file()] == ["token"]
     assert make_token(make_run(runs_dir=str(tmp_path / "others"))) != token
-
-
-def test_a_given_token_is_not_written_down_and_the_environment_takes_precedence(tmp_path: Path, environment):
-    assert make_token(run_in(tmp_path, SECRET)) == SECRET
-    assert not (tmp_path / "runs").exists()
-    make_token(run_in(tmp_path))
+    # A given token comes first, and that of the environment before it.
     run = run_in(tmp_path, f"{SECRET}\n")
     assert find_token(run) == SECRET
     environment.setenv(TOKEN_VARIABLE, "another, as long")
     assert find_token(run) == "another, as long"
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o777])
-def test_a_file_accessible_to_others_is_refused_with_the_remedy(tmp_path, mode):
-    sentence = refusal(run_in(tmp_path, SECRET, mode=mode))
-    assert f"{mode:04o}" in sentence
-    assert f"chmod 600 {tmp_path}/token" in sentence
-
-
-@cases("content", "", " \n", SECRET[:15], SECRET + "\n" + SECRET, SECRET + "ü", b"\xff\xfe", SECRET * 100)
-def test_a_malformed_token_is_refused(tmp_path, content):
-    assert "16 to 1024 printable ASCII" in refusal(run_in(tmp_path, content))
-
-
-def test_a_missing_file_and_a_blank_variable_are_named(tmp_path, environment):
+def test_a_token_that_is_missing_malformed_or_accessible_to_others_is_refused(tmp_path, environment):
+    for mode in (0o640, 0o604, 0o620, 0o777):
+        sentence = refusal(run_in(tmp_path, SECRET, mode=mode))
+        assert f"{mode:04o}" in sentence
+        assert f"chmod 600 {tmp_path}/token" in sentence
+    for content in ("", " \n", SECRET[:15], f"{SECRET}\n{SECRET}", SECRET + "ü", b"\xff\xfe", SECRET * 100):
+        assert "16 to 1024 printable ASCII" in refusal(run_in(tmp_path, content)), content
     assert f"{tmp_path}/nope" in refusal(make_run(broker={"token_file": f"{tmp_path}/nope"}))
     assert str(tmp_path) in refusal(make_run(broker={"token_file": str(tmp_path)}))
     environment.setenv(TOKEN_VARIABLE, "  ")
@@ -171,15 +162,12 @@ def test_what_looks_like_a_secret_is_left_out(text):
     assert masked.startswith("before ")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "generators.sampling.max_tokens=512", "tokens/s 5,210", "http://127.0.0.1:9400/metrics", "token: null",
-        "broker.token_file=secrets/token", "a token that is missing or wrong", "runs/mine/checkpoints/step-00000012",
-    ],
-)  # fmt: skip
-def test_what_a_reader_needs_stays(text):
-    assert mask(text) == text
+def test_what_a_reader_needs_stays():
+    for text in (
+        *("generators.sampling.max_tokens=512", "tokens/s 5,210", "http://127.0.0.1:9400/metrics", "token: null"),
+        *("broker.token_file=secrets/token", "a token that is missing or wrong", "runs/mine/checkpoints/step-00000012"),
+    ):
+        assert mask(text) == text
 
 
 def test_what_is_known_is_left_out_wherever_it_stands_and_settings_keep_their_shape():

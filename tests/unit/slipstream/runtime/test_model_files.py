@@ -64,15 +64,6 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     save_file(tensors, path)
 
 
-def test_a_fingerprint_covers_config_shapes_and_tokenizer(original):
-    found = print_of(original)
-    assert (found.architectures, found.vocab_size, found.hidden_size) == (["Qwen2ForCausalLM"], 41, 64)
-    assert found.tie_word_embeddings is False
-    # Two blocks of 12 (with three biases), embedding, final norm; the output head is left out.
-    assert found.num_tensors == 2 * 12 + 2
-    assert found.tokenizer_files.keys() >= {"tokenizer.json", "tokenizer_config.json"}
-
-
 @cases(
     "field, value",
     ("vocab_size", 64),
@@ -119,20 +110,13 @@ def test_weights_in_several_files_are_the_same_as_in_one(copy, original):
     assert print_of(copy) == print_of(original)
 
 
-CONTENTS = {
-    "config.json": [b"", b"\xff" * 64, b"[]", b'{"vocab_size": "many"}'],
-    "model.safetensors": [
-        None,
-        b"",
-        b"\xff" * 64,
-        (9).to_bytes(8, "little") + b'{"a": [1]}',
-        b"\x02" + b"\0" * 7 + b"[]",
-    ],
-    "tokenizer.json": [None],
-}
-
-
-@pytest.mark.parametrize(("name", "content"), [(name, each) for name in CONTENTS for each in CONTENTS[name]])
+@cases(
+    "name, content",
+    *(("config.json", each) for each in (b"", b"\xff" * 64, b"[]", b'{"vocab_size": "many"}')),
+    *(("model.safetensors", each) for each in (None, b"", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]")),
+    ("model.safetensors", (9).to_bytes(8, "little") + b'{"a": [1]}'),
+    ("tokenizer.json", None),
+)
 def test_what_one_side_lacks_or_cannot_read_is_not_compared(copy, original, name, content):
     (copy / name).unlink()
     if content is not None:
@@ -144,13 +128,10 @@ def test_what_one_side_lacks_or_cannot_read_is_not_compared(copy, original, name
     check_same_model(str(original), found)
 
 
-@pytest.mark.parametrize("path", ["Qwen/not-in-any-cache", "no such//thing", ""])
-def test_a_name_outside_the_cache_has_no_fingerprint_and_the_hub_is_not_asked(path):
-    assert fingerprint(path) is None
-    check_same_model(path, None)
-
-
-def test_a_name_of_the_hub_is_found_in_its_cache(original, copy, tmp_path, monkeypatch):
+def test_a_name_of_the_hub_is_found_in_its_cache_alone(original, copy, tmp_path, monkeypatch):
+    for path in ("Qwen/not-in-any-cache", "no such//thing", ""):
+        assert fingerprint(path) is None
+        check_same_model(path, None)
     snapshot = tmp_path / "models--owner--tiny" / "snapshots" / "abc"
     shutil.copytree(original, snapshot)
     (tmp_path / "models--owner--tiny" / "refs").mkdir()
@@ -166,16 +147,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_vision_model(tmp_path_factory.mktemp("vision") / "model")
 
 
-@pytest.mark.parametrize("size", [(16, 8), (24, 40), (7, 100), (200, 130), (3, 5), (64, 64), (1, 20)])
-def test_patches_and_grids_are_those_of_the_image_processor(folder: Path, size: tuple[int, int]) -> None:
-    data, vision = make_picture(*size), VisionModel(str(folder))
-    found = Qwen2VLImageProcessorPil.from_pretrained(folder)(images=[open_image(data)], return_tensors="np")
-    assert vision.grid(data) == tuple(found["image_grid_thw"][0].tolist())
-    assert np.array_equal(vision.patches(data), found["pixel_values"])
+def test_patches_and_grids_are_those_of_the_image_processor(folder: Path) -> None:
+    vision, processor = VisionModel(str(folder)), Qwen2VLImageProcessorPil.from_pretrained(folder)
+    for size in ((16, 8), (24, 40), (7, 100), (200, 130), (3, 5), (64, 64), (1, 20)):
+        data = make_picture(*size)
+        found = processor(images=[open_image(data)], return_tensors="np")
+        assert vision.grid(data) == tuple(found["image_grid_thw"][0].tolist()), size
+        assert np.array_equal(vision.patches(data), found["pixel_values"]), size
 
 
-def test_positions_are_those_of_the_model(folder: Path) -> None:
+def test_an_image_takes_as_many_tokens_as_it_has_squares_and_positions_are_those_of_the_model(folder: Path) -> None:
     model, vision = AutoModelForImageTextToText.from_pretrained(folder), VisionModel(str(folder))
+    data = make_picture(16, 24)
+    token_ids, (image,) = vision.expand([3, *PLACE, 4], [data])
+    assert token_ids == [3, 14, *[IMAGE] * 6, 16, 4]
+    assert (image.first_token, image.num_tokens, image.grid, image.id) == (2, 6, (1, 6, 4), image_id(data))
+    with pytest.raises(ConfigError, match="one placeholder for each of 2 images, got 1"):
+        vision.expand([3, *PLACE], [data, data])
     pictures = [make_picture(24, 16), make_picture(8, 40), make_picture(16, 16)]
     token_ids, placed = vision.expand([3, *PLACE, 4, 5, *PLACE, *PLACE, 6, 7], pictures)
     ids = torch.tensor([token_ids])
@@ -184,15 +172,6 @@ def test_positions_are_those_of_the_model(folder: Path) -> None:
     found = vision.positions(len(token_ids), [(image.first_token, image.grid) for image in placed])
     assert found.tolist() == expected[:, 0].tolist()
     assert vision.positions(5, []).tolist() == [[0, 1, 2, 3, 4]] * 3
-
-
-def test_an_image_takes_as_many_tokens_as_it_has_squares(folder: Path) -> None:
-    vision, data = VisionModel(str(folder)), make_picture(16, 24)
-    token_ids, (image,) = vision.expand([3, *PLACE, 4], [data])
-    assert token_ids == [3, 14, *[IMAGE] * 6, 16, 4]
-    assert (image.first_token, image.num_tokens, image.grid, image.id) == (2, 6, (1, 6, 4), image_id(data))
-    with pytest.raises(ConfigError, match="one placeholder for each of 2 images, got 1"):
-        vision.expand([3, *PLACE], [data, data])
 
 
 def test_other_models_are_refused_by_name_and_a_damaged_image_when_it_is_decoded(tmp_path: Path, folder: Path) -> None:

@@ -68,9 +68,10 @@ def test_a_closed_terminal_stops_a_role_as_ctrl_c_does_but_not_under_nohup(befor
 
 
 TIDY = """
-import os, signal, time
+import atexit, os, signal, time
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.process import raise_on_stop_signal
+atexit.register(lambda: (time.sleep(1.1), os.kill(os.getpid(), signal.SIGTERM), print("torn down", flush=True)))
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 with fail_cleanly():
     raise_on_stop_signal()
@@ -81,16 +82,11 @@ with fail_cleanly():
         os.kill(os.getpid(), signal.SIGTERM)
         print("put in order", flush=True)
 """
-TEARDOWN = """
-import atexit, os, signal, time
-atexit.register(lambda: (time.sleep(1.1), os.kill(os.getpid(), signal.SIGTERM), print("torn down", flush=True)))
-"""
 
 
-@cases("program, printed", (TIDY, "put in order\n"), (TEARDOWN + TIDY, "put in order\ntorn down\n"))
-def test_the_signals_of_a_closing_terminal_interrupt_once_and_leave_no_traceback(program: str, printed: str):
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (done.returncode, done.stdout, done.stderr) == (130, printed, "interrupted\n")
+def test_the_signals_of_a_closing_terminal_interrupt_once_and_leave_no_traceback():
+    done = subprocess.run([sys.executable, "-c", TIDY], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "put in order\ntorn down\n", "interrupted\n")
 
 
 def make_limiter() -> tuple[LogLimiter, list, FakeClock]:
@@ -231,15 +227,11 @@ def test_a_library_of_a_build_that_is_not_installed_is_named_with_its_extra(erro
 
 @cases(
     "given, ours",
-    ("train seed=1", "run seed=1"),
     ("start mine.yaml", "run experiment=mine.yaml"),
     ("sweep seed=1,2", "run -m seed=1,2"),
     ("-m seed=1,2", "run -m seed=1,2"),
     ("resume runs/mine", "run name=mine resume=true"),
     ("eval runs/mine", "evaluate runs/mine"),
-    ("report mine", "status mine"),
-    ("dashboard", "watch"),
-    ("merge a b", "convert a b"),
     ("help status", "status --help"),
 )
 def test_another_name_of_a_command_works(given: str, ours: str) -> None:
@@ -249,16 +241,8 @@ def test_another_name_of_a_command_works(given: str, ours: str) -> None:
 @cases(
     "given, advice",
     ("stop mine", "press Ctrl-C"),
-    ("cancel mine", "press Ctrl-C"),
-    ("tail mine", "runs/NAME/logs"),
     ("runs", "`slipstream watch` lists the runs"),
-    ("save", "resume=true"),
-    ("clean", "delete runs/NAME"),
     ("grpo", "recipe="),
-    ("serve", "vllm serve"),
-    ("push", "hf upload"),
-    ("score f", "slipstream evaluate"),
-    ("validate", "slipstream diagnose"),
 )
 def test_a_command_that_does_not_exist_is_answered_with_the_way(given: str, advice: str) -> None:
     with pytest.raises(ConfigError, match=f"no command `{given.split()[0]}`: .*{advice}"):

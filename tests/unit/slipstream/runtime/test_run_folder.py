@@ -122,9 +122,16 @@ def test_damaged_rows_are_dropped_with_a_word_and_the_whole_ones_are_kept(tmp_pa
     assert logged == []
 
 
-def test_a_full_disk_takes_a_row_whole_or_not_at_all(tmp_path: Path):
+def test_a_full_disk_takes_a_row_whole_or_not_at_all_and_leaves_the_files_of_the_launcher(tmp_path: Path):
     folder = folder_in(tmp_path)
+    with no_file_above(10), pytest.raises(OSError, match="File too large"):
+        folder.claim()
     folder.claim()
+    config = (folder.path / "config.yaml").read_bytes()
+    with no_file_above(10), capture_logs() as logged:
+        folder_in(tmp_path, resume=True).open()
+    assert [line["event"] for line in logged] == ["run_folder_not_updated"]
+    assert (folder.path / "config.yaml").read_bytes() == config
     folder.append_metrics(WHOLE[0])
     before = folder.metrics.read_bytes()
     with no_file_above(len(before) + 10), pytest.raises(OSError, match="File too large"):
@@ -137,18 +144,6 @@ def test_a_full_disk_takes_a_row_whole_or_not_at_all(tmp_path: Path):
     assert not list(folder.path.glob("*.new"))
 
 
-def test_a_role_that_restarts_on_a_full_disk_leaves_the_files_of_its_launcher(tmp_path: Path):
-    begun = folder_in(tmp_path)
-    with no_file_above(10), pytest.raises(OSError, match="File too large"):
-        begun.claim()
-    begun.claim()
-    before = (begun.path / "config.yaml").read_bytes()
-    with no_file_above(10), capture_logs() as logged:
-        folder_in(tmp_path, resume=True).open()
-    assert [line["event"] for line in logged] == ["run_folder_not_updated"]
-    assert (begun.path / "config.yaml").read_bytes() == before
-
-
 @pytest.mark.parametrize("name", ["..", ".", "../up", "a/b", "/tmp/x", "", "a\n", "a b", ".hidden", "x" * 81])
 def test_a_name_that_is_not_one_part_of_a_path_is_refused(tmp_path: Path, name: str):
     with pytest.raises((ConfigError, msgspec.ValidationError)):
@@ -158,14 +153,13 @@ def test_a_name_that_is_not_one_part_of_a_path_is_refused(tmp_path: Path, name: 
             find_run([f"runs_dir={tmp_path}/runs", f"name={name}"], command="plot")
 
 
-def test_folder_and_sockets_are_for_their_owner_alone_also_when_they_were_open(tmp_path: Path):
+def test_folder_and_sockets_are_for_their_owner_alone_whatever_the_length_of_the_path_and_the_environment(
+    tmp_path, monkeypatch
+):
     (tmp_path / "test").mkdir(mode=0o755)
     folder = folder_in(tmp_path)
     folder.open()
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.path, folder.sockets)] == [0o700, 0o700]
-
-
-def test_sockets_of_a_long_path_lie_in_a_short_private_folder_whatever_the_environment(tmp_path, monkeypatch):
     folders = [folder_in(tmp_path / (letter * 100)) for letter in "aab"]
     first, again, other = (folder.sockets for folder in folders)
     assert first == again != other
@@ -179,13 +173,12 @@ def test_sockets_of_a_long_path_lie_in_a_short_private_folder_whatever_the_envir
     assert folders[0].sockets == first
 
 
-@pytest.mark.parametrize("letters", [*range(0, 120, 7), 73, 74, 75])
 @pytest.mark.parametrize("letter", ["a", "é"])
-def test_the_own_socket_of_the_broker_fits_however_long_the_path(tmp_path: Path, letter: str, letters: int):
-    folder = folder_in(tmp_path / (letter * letters))
-    address = folder.broker_address.removeprefix("ipc://")
-    assert Path(address).parent == folder.sockets
-    assert len((folder.sockets / "weights-12345678.sock").as_posix().encode()) <= 107
+def test_the_own_socket_of_the_broker_fits_however_long_the_path(tmp_path: Path, letter: str):
+    for letters in (*range(0, 120, 7), 73, 74, 75):
+        folder = folder_in(tmp_path / (letter * letters))
+        assert Path(folder.broker_address.removeprefix("ipc://")).parent == folder.sockets
+        assert len((folder.sockets / "weights-12345678.sock").as_posix().encode()) <= 107, letters
     given = make_run(runs_dir=str(tmp_path), broker={"address": "tcp://127.0.0.1:5757"})
     assert RunFolder(given).broker_address == "tcp://127.0.0.1:5757"
 
@@ -232,7 +225,7 @@ def fill(path: Path) -> None:
         full.write(path.name.encode())
 
 
-def test_a_full_disk_is_recognized(tmp_path: Path):
+def test_a_full_disk_is_recognized_and_named_by_its_mount_also_for_a_file_that_is_not_there_yet(tmp_path: Path):
     with pytest.raises(OSError, match="No space") as of_the_system:
         fill(tmp_path)
     with no_file_above(10), pytest.raises(Exception, match="File too large") as of_rust:
@@ -240,25 +233,18 @@ def test_a_full_disk_is_recognized(tmp_path: Path):
     of_redis = redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device")
     for error in (of_the_system.value, of_rust.value, of_redis):
         assert is_disk_full(error), error
-
-
-@pytest.mark.parametrize("error", [PermissionError(13, "denied"), ValueError("no"), redis.ConnectionError("gone")])
-def test_other_errors_are_not_taken_for_one_and_end_the_wait(tmp_path: Path, error: Exception):
-    assert not is_disk_full(error)
-
-    def write() -> None:
-        raise error
-
-    with pytest.raises(type(error)):
-        DiskWait().retry(write, what="a file", path=tmp_path)
-
-
-def test_a_disk_is_named_by_its_mount_also_for_a_file_that_is_not_there_yet(tmp_path: Path):
     described = describe_disk(tmp_path / "not" / "there")
     assert described.endswith(f"which holds {tmp_path}/not/there")
     mount = Path(described.split(" (")[0])
     assert mount.is_mount()
     assert tmp_path.is_relative_to(mount)
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "denied"), ValueError("no"), redis.ConnectionError("gone")])
+def test_other_errors_are_not_taken_for_one_and_end_the_wait(tmp_path: Path, error: Exception):
+    assert not is_disk_full(error)
+    with pytest.raises(type(error)):
+        DiskWait().retry(lambda: (_ for _ in ()).throw(error), what="a file", path=tmp_path)
 
 
 def test_a_write_is_repeated_until_there_is_room_and_the_wait_is_shown(tmp_path: Path):

@@ -73,7 +73,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, *checks: Check) -> None:
     monkeypatch.setattr(diagnosis, "list_checks", lambda _: list(checks))
 
 
-def test_the_settings_are_those_of_the_newest_run_or_those_given_beside_it(folder: Path) -> None:
+def test_the_settings_are_those_of_the_newest_run_or_those_given_beside_it_and_every_part_is_checked(folder) -> None:
     found, changed, none = choose([]), choose(["learner.max_steps=7"]), choose(["runs_dir=elsewhere"])
     assert (found.run.name, found.run.learner.max_steps, found.folder, found.is_live) == ("mine", 3, folder, False)
     assert choose(["mine"]).folder == choose(["name=mine"]).folder == choose([str(folder)]).folder == folder
@@ -81,6 +81,12 @@ def test_the_settings_are_those_of_the_newest_run_or_those_given_beside_it(folde
     assert (changed.run.learner.max_steps, changed.folder) == (7, folder)
     assert choose(["learner.max_steps=7", "name=other"]).folder is None
     assert (none.run.name, none.folder) == ("digits_cpu", None)
+    checks = {check.name: check for check in list_checks(choose(["name=mien"]))}
+    assert checks["last run"].find().found == "there is no run 'mien': did you mean 'mine'?"
+    parts = {"packages", "wheels", "GPUs", "probe", "memory", "disk of runs", "store", "model", "data", "last run"}
+    assert parts <= checks.keys()
+    open_to_others = choose(["cluster.interface=127.0.0.0/8"])
+    assert {"interface", "ports"} <= {check.name for check in list_checks(open_to_others)}
 
 
 @cases(
@@ -95,39 +101,22 @@ def test_words_that_are_no_run_and_no_setting_are_refused(words: list[str], reas
         choose(words)
 
 
-def test_every_part_is_checked(folder: Path) -> None:
-    checks = {check.name: check for check in list_checks(choose(["name=mien"]))}
-    assert checks["last run"].find().found == "there is no run 'mien': did you mean 'mine'?"
-    parts = {"packages", "wheels", "GPUs", "probe", "memory", "disk of runs", "store", "model", "data", "last run"}
-    assert parts <= checks.keys()
-    open_to_others = choose(["cluster.interface=127.0.0.0/8"])
-    assert {"interface", "ports"} <= {check.name for check in list_checks(open_to_others)}
+def test_a_check_that_hangs_or_raises_fails_and_holds_up_no_other(monkeypatch, capsys) -> None:
+    def raising(error: Exception) -> Check:
+        return Check(type(error).__name__, lambda: (_ for _ in ()).throw(error), fix="mend it")
 
-
-def raising(error: Exception) -> Check:
-    def check() -> Result:
-        raise error
-
-    return Check(type(error).__name__, check, fix="mend it")
-
-
-def test_a_check_that_hangs_or_raises_fails_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     hanging = Check("mount", lambda: Result("mount", "ok", str(released.wait(60))), timeout_s=0.05)
     errors = [ConfigError("x must be y."), StoreUnavailableError("no store answered."), PermissionError(13, "denied")]
     plant(monkeypatch, hanging, *map(raising, errors), Check("memory", lambda: [GOOD, GOOD]))
     found = find_all(choose([]))
-    released.set()
     assert [each.verdict for each in found] == ["fail"] * 4 + ["ok"] * 2
     assert found[0].found == "no answer within 0.05 s"
     assert found[0].fix.startswith("look for a dead mount")
     assert [each.found for each in found[1:3]] == ["x must be y.", "no store answered."]
     assert found[3].found == "PermissionError: [Errno 13] denied"
     assert {each.fix for each in found[1:4]} == {"mend it"}
-
-
-def test_a_run_folder_that_hangs_ends_the_command(monkeypatch, capsys):
-    released = threading.Event()
+    # A run folder that hangs ends the command.
     monkeypatch.setattr(diagnosis, "choose", lambda _: released.wait(60))
     monkeypatch.setattr(diagnosis, "_READ_TIMEOUT_S", 0.05)
     assert exit_code("diagnose") == 2
@@ -151,11 +140,11 @@ def test_beside_a_run_in_progress_other_settings_are_those_of_a_run_to_be_starte
         lock.unlock()
 
 
-@pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("skipped", 0), ("fail", 1)])
+@pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_only_a_failure_changes_the_exit_code(verdict, code, monkeypatch, capsys):
     def check() -> Result:
         print("noise of a library")
-        return Result("memory", verdict, "[b]none[/b]", fix="buy some")  # type: ignore[arg-type]
+        return Result("memory", verdict, "[b]none[/b]", fix="buy some")
 
     plant(monkeypatch, Check("memory", check))
     ended = exit_code("diagnose", "--json")
@@ -168,6 +157,8 @@ def test_a_bundle_has_what_a_report_needs_and_no_secret(folder, tmp_path, monkey
         monkeypatch.setenv(name, value)
     found = f"the store at {ELSEWHERE['address']} refused {VARIABLES['SLIPSTREAM_REDIS_PASSWORD']} and {RUN_TOKEN}"
     plant(monkeypatch, Check("store", lambda: Result("store", "warn", found)))
+    rows = [{"step": step, "text": "x" * 4096, "note": VARIABLES["HF_TOKEN"]} for step in range(1, 401)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     main(["diagnose", "--bundle", "report.tar.gz"])
     path = tmp_path / "report.tar.gz"
     with tarfile.open(path) as archive:
@@ -184,38 +175,25 @@ def test_a_bundle_has_what_a_report_needs_and_no_secret(folder, tmp_path, monkey
     assert "WANDB_API_KEY\n" in files["report/environment.txt"]
     assert json.loads(files["report/versions.json"])["installed"]["msgspec"]
     assert "refused (left out)" in files["report/diagnosis.json"]
+    assert [json.loads(row)["step"] for row in files["report/run/metrics.jsonl"].splitlines()] == [*range(101, 401)]
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.glob("*.new")) == []
-
-
-def test_a_bundle_has_the_last_rows_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    rows = [json.dumps({"step": step, "text": "x" * 4096}) + "\n" for step in range(1, 401)]
-    (folder / "metrics.jsonl").write_text("".join(rows))
-    diagnosis.diagnose(["mine"], is_json=True, bundle=Path("report.tar.gz"))
-    with tarfile.open("report.tar.gz") as archive:
-        found = archive.extractfile("report/run/metrics.jsonl").read().decode()
-    assert found == "".join(rows[-300:])
-
-
-def test_the_files_of_another_users_run_end_no_diagnosis(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The files of another user's run end no diagnosis.
     subject, unreadable = choose(["mine"]), PermissionError(13, "Permission denied")
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(unreadable))
     assert RUN_TOKEN not in secrets_of(subject.run, folder)
 
 
-@pytest.mark.parametrize("name", ["report.zip", "there.tar.gz", "none/report.tar.gz"])
-def test_a_bundle_replaces_nothing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "there.tar.gz").write_text("mine")
-    assert exit_code("diagnose", "--bundle", name) == 2
-    assert f"got {name}" in capsys.readouterr().err
-    assert (tmp_path / "there.tar.gz").read_text() == "mine"
-
-
-def test_a_full_disk_leaves_no_half_bundle(tmp_path, monkeypatch, capsys):
+def test_a_bundle_replaces_nothing_and_a_full_disk_leaves_no_half_of_it(tmp_path, monkeypatch, capsys) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
+    (tmp_path / "there.tar.gz").write_text("mine")
+    for name in ("report.zip", "there.tar.gz", "none/report.tar.gz"):
+        assert exit_code("diagnose", "--bundle", name) == 2
+        assert f"got {name}" in capsys.readouterr().err
+    assert (tmp_path / "there.tar.gz").read_text() == "mine"
+    (tmp_path / "there.tar.gz").unlink()
     plant(monkeypatch, Check("memory", lambda: GOOD))
     main(["diagnose", "--bundle", "whole.tar.gz"])
     with tarfile.open(tmp_path / "whole.tar.gz") as archive:
@@ -256,20 +234,15 @@ def run_of(model: Path, **overrides: Any) -> RunConfig:
     return make_run(model={"path": str(model)}, **overrides)
 
 
-def test_a_whole_model_passes_and_a_damaged_config_or_none_does_not(model: Path, tmp_path: Path) -> None:
-    findings = check_model_folder(run_of(model))
-    assert [(each.name, each.verdict) for each in findings] == [("model", "ok"), ("weights", "ok"), ("tokenizer", "ok")]
-    assert "Qwen2ForCausalLM, 40 parameters" in findings[0].found
-    (model / "config.json").write_text("{")
-    assert [each.verdict for each in check_model_folder(run_of(model))] == ["fail"]
-    with pytest.raises(ConfigError, match="there is no such folder"):
-        check_model_folder(run_of(tmp_path / "none"))
-
-
 def test_weights_must_be_whole_and_a_tokenizer_must_fit_the_model(model: Path) -> None:
     def check(name: str) -> Result:
         return by_name(check_model_folder(run_of(model)))[name]
 
+    findings = check_model_folder(run_of(model))
+    assert [(each.name, each.verdict) for each in findings] == [
+        (name, "ok") for name in ("model", "weights", "tokenizer")
+    ]
+    assert "Qwen2ForCausalLM, 40 parameters" in findings[0].found
     weights, tokenizer = partial(check, "weights"), partial(check, "tokenizer")
     parts = {"a": "model.safetensors", "c": "model.safetensors", "d": "model-2.safetensors"}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
@@ -293,6 +266,10 @@ def test_weights_must_be_whole_and_a_tokenizer_must_fit_the_model(model: Path) -
     assert tokenizer().verdict == "warn"
     (model / "vocab.json").unlink()
     assert tokenizer().found.endswith("has no tokenizer")
+    (model / "config.json").write_text("{")
+    assert [each.verdict for each in check_model_folder(run_of(model))] == ["fail"]
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        check_model_folder(run_of(model / "none"))
 
 
 def test_what_a_run_makes_by_itself_may_be_missing_and_demonstrations_are_left_to_their_reader(tmp_path: Path) -> None:
@@ -374,16 +351,23 @@ def stopped(tmp_path: Path) -> Path:
     return tmp_path / "mine"
 
 
+def findings_of(stopped: Path, *, is_live: bool = False) -> dict[str, Result]:
+    return by_name(last_run.check_last_run(stopped, is_live=is_live))
+
+
 def plant_events(monkeypatch: pytest.MonkeyPatch, *events: tuple[str, str]) -> None:
     found = [Event(time.time(), role, text) for role, text in events]
     monkeypatch.setattr(last_run, "read_events", lambda *_, **__: (found, ""))
 
 
-def findings_of(stopped: Path, *, is_live: bool = False) -> dict[str, Result]:
-    return by_name(last_run.check_last_run(stopped, is_live=is_live))
-
-
-def test_a_traceback_is_found_with_its_remedy(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_traceback_or_a_roles_own_sentence_is_found_with_its_remedy(stopped: Path, monkeypatch) -> None:
+    plant_events(monkeypatch)
+    assert {each.verdict for each in findings_of(stopped, is_live=True).values()} == {"ok"}
+    (stopped / "logs/generator-0.log").write_text("error: model.path must be a folder, got 'x'.\n")
+    found = findings_of(stopped)
+    assert found["log of generator-0"].found == "model.path must be a folder, got 'x'."
+    assert found["log of generator-0"].fix == f"see the end of {stopped}/logs/generator-0.log"
+    assert found["events"].verdict == "ok"
     plant_events(monkeypatch, ("learner", "learner died (exit code 1); last line of its log: x; restarting in 1 s"))
     (stopped / "logs/learner.log").write_text(OUT_OF_MEMORY)
     found = findings_of(stopped)
@@ -397,16 +381,9 @@ def test_a_traceback_is_found_with_its_remedy(stopped: Path, monkeypatch: pytest
     (stopped / "summary.json").write_text("{}")
     assert findings_of(stopped)["log of learner"].verdict == "warn", "the run got over it"
     assert findings_of(stopped)["last run"].found == "mine has finished at step 7"
-
-
-def test_a_roles_own_sentence_is_found(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant_events(monkeypatch)
-    assert {each.verdict for each in findings_of(stopped, is_live=True).values()} == {"ok"}
-    (stopped / "logs/generator-0.log").write_text("error: model.path must be a folder, got 'x'.\n")
-    found = findings_of(stopped)
-    assert found["log of generator-0"].found == "model.path must be a folder, got 'x'."
-    assert found["log of generator-0"].fix == f"see the end of {stopped}/logs/generator-0.log"
-    assert found["events"].verdict == "ok"
+    for rows, words in (('{"step": 6}\n[7]\n{"step": 8, "tim', "at step 6"), ("", "with no step in metrics.jsonl")):
+        (stopped / "metrics.jsonl").write_text(rows)
+        assert findings_of(stopped)["last run"].found.endswith(words)
 
 
 @cases(
@@ -422,12 +399,6 @@ def test_the_end_of_a_run_is_a_failure_with_its_cause(text, remedy, stopped, mon
     last = findings_of(stopped)["last run"]
     assert (last.verdict, last.found) == ("fail", f"mine ended without results at step 7: {text}")
     assert remedy in last.fix
-
-
-@cases("rows, words", ('{"step": 6}\n[7]\n{"step": 8, "tim', "at step 6"), ("", "with no step in metrics.jsonl"))
-def test_the_last_step_is_that_of_the_last_whole_row(stopped: Path, rows: str, words: str) -> None:
-    (stopped / "metrics.jsonl").write_text(rows)
-    assert findings_of(stopped)["last run"].found.endswith(words)
 
 
 def test_a_large_log_is_read_from_its_end_beginning_with_a_whole_line(stopped, monkeypatch):

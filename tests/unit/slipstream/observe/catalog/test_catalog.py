@@ -220,6 +220,9 @@ def test_text_is_searched_in_bytes_and_not_in_broken_characters(tmp_path, folder
         with pytest.raises(SearchCancelledError, match="'ké' was given up"):
             catalog.page(CatalogQuery(TrajectoryFilter(text="ké")), is_cancelled=lambda: True)
         assert found(catalog, text="fé", min_reward=0.9, sort_by="id", is_descending=True) == ["2-0-0", "0-0-1"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    decoder = TokenDecoder(byte_tokenizer(tmp_path / "bytes", *alphabet))
+    assert sorted(decoder.pieces[:-1]) == [bytes([byte]) for byte in range(256)]
 
 
 def test_text_search_works_with_context_dependent_tokenizers(tmp_path, folder):
@@ -229,15 +232,6 @@ def test_text_search_works_with_context_dependent_tokenizers(tmp_path, folder):
     with open_catalog(str(folder)) as catalog:
         assert found(catalog, text="e fg h") == ALL
         assert found(catalog, text="efgh") == []
-
-
-def test_every_byte_has_its_character(tmp_path):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    decoder = TokenDecoder(byte_tokenizer(tmp_path / "model", *alphabet))
-    assert sorted(decoder.pieces[:-1]) == [bytes([byte]) for byte in range(256)]
-    tokenizer = Tokenizer.from_file(str(tmp_path / "model/tokenizer.json"))
-    for number, piece in enumerate(decoder.pieces[:-1]):
-        assert piece.decode(errors="replace") == tokenizer.decode([number])
 
 
 def test_rollouts_that_verl_dumped_are_looked_at_as_they_are(tmp_path, capsys):
@@ -263,28 +257,24 @@ def test_rollouts_that_verl_dumped_are_looked_at_as_they_are(tmp_path, capsys):
         pass
 
 
-def test_new_shards_are_read_and_old_ones_are_not_read_again(folder):
-    with open_catalog(str(folder)) as catalog:
-        before = catalog.rows
-        assert not catalog.refresh()
-        (folder / "shard-00000001.parquet").unlink()
-        write_archive(folder, [group("3", [1.0], steps=[8])])
-        assert catalog.refresh()
-        assert found(catalog, step=8) == [*ALL[2:5], "3-0-0"]
-        assert before.num_rows == 6
-
-
-def test_a_repeated_text_search_reads_only_new_rows(tmp_path, folder, monkeypatch):
+def test_new_shards_are_read_and_searched_and_old_ones_are_not_read_again(tmp_path, folder, monkeypatch):
     byte_tokenizer(tmp_path / "model", *"abcdefghijkl")
     searched = []
     find = lambda dataset, **asked: searched.append(dataset) or find_text(dataset, **asked)  # noqa: E731
     monkeypatch.setattr(catalog_module, "find_text", find)
     with open_catalog(str(folder), tokenizer=tmp_path / "model") as catalog:
+        before = catalog.rows
         assert found(catalog, text="gh") == ALL
         shards = len(searched)
+        assert not catalog.refresh()
         write_archive(folder, [group("3", [1.0], steps=[8])])
-        catalog.refresh()
+        assert catalog.refresh()
         assert found(catalog, text="gh") == [*ALL, "3-0-0"]
         assert len(searched) == shards + 1
         assert found(catalog, text="hg") == []
         assert found(catalog, text="gh", step=8) == [*ALL[2:5], "3-0-0"]
+        assert before.num_rows == 6
+        (folder / "shard-00000001.parquet").unlink()
+        write_archive(folder, [group("4", [1.0], steps=[8])])
+        assert catalog.refresh()
+        assert found(catalog, step=8) == [*ALL[2:5], "3-0-0", "4-0-0"]

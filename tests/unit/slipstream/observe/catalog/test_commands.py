@@ -45,7 +45,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Return the one sentence of a refused command, which prints nothing else and leaves no file."""
+    """The one sentence of a refused command, which prints nothing else and leaves no file."""
     capsys.readouterr()
     before = sorted(Path().iterdir())
     assert run(*arguments) == 2
@@ -116,16 +116,9 @@ def test_conditions_filter(archive, capsys, conditions, groups):
 def test_show_prints_origin_versions_and_tokens_of_a_trajectory(archive, capsys):
     lines = printed(capsys, "show", archive, "0-0-1")
     for expected in (
-        "trajectory 0-0-1",
-        "group 0, member 1, attempt 0",
-        "prompt test/0 of test",
-        "outcome retired",
-        "step 5 trained on it at version 4: lag 2",
-        "reward 1, format 0.25, answer 0.75, right",
-        "versions 2, 3",
-        "0-5 abcdef",
-        "6-8 version 2 -0.500 ghi",
-        "9-11 version 3 -0.500 jkl",
+        *("trajectory 0-0-1", "group 0, member 1, attempt 0", "prompt test/0 of test", "outcome retired"),
+        *("step 5 trained on it at version 4: lag 2", "reward 1, format 0.25, answer 0.75, right", "versions 2, 3"),
+        *("0-5 abcdef", "6-8 version 2 -0.500 ghi", "9-11 version 3 -0.500 jkl"),
     ):
         assert expected in lines
     lines = printed(capsys, "show", archive, "0-0-1", "--tokens")
@@ -282,11 +275,7 @@ def test_a_file_of_another_tool_or_edited_lines_or_a_rollout_of_six_fields_becom
     ({"generator_logprobs": [0, 0, nan]}, "JSON is malformed"),
     ({"generator_logprobs": [0, 0, None]}, "Expected `float`, got `null` - at `$.generator_logprobs[2]`"),
     ({"generator_logprobs": [0, 0, 0.5]}, "positive_logprob"),
-    ({"generator_logprobs": [0, -0.1]}, "shape: generator_logprobs must be float32[3]"),
-    ({"model_mask": [False] * 3}, "empty"),
     ({"token_ids": [4, 8, 2**31]}, "token ids must be from 0 to 2147483647"),
-    ({"token_ids": [4, -1, 3]}, "token ids must be from 0 to 2147483647"),
-    ({"reward": {"total": 1e300}}, "reward"),
     ({"reward": {"total": 1.0, "status": "fine"}}, "Invalid enum value 'fine'"),
     ({"index": -1}, "index must be from 0"),
     ({"index": 2**80}, "serialize ints"),
@@ -294,26 +283,26 @@ def test_a_file_of_another_tool_or_edited_lines_or_a_rollout_of_six_fields_becom
     ({"id": "17-1-0"}, "id must be <group_id>-<attempt>-<index>"),
     ({"outcome": "ready"}, "outcome must be one of retired, rejected, expired, quarantined, evaluated, got"),
     ({"schema_version": 99}, "schema_version must be <= "),
-    ({"version_spans": [[0, -1]]}, "version_spans"),
-    ({"stop_reason": "tired" * 20}, "stop_reason"),
     ({"color": "red"}, "unknown field `color`"),
 )
 def test_a_line_that_is_no_trajectory_is_refused_by_number_and_nothing_is_written(rounded, capsys, change, rule):
     file = write_lines(MINIMAL | {"group_id": "16"}, MINIMAL | change)
-    told = complaint(capsys, "import", file, "--into", "again")
-    assert told.startswith("error: rollouts.jsonl line 2 must be a trajectory: ")
-    assert rule in told
+    refused = complaint(capsys, "import", file, "--into", "again")
+    assert refused.startswith("error: rollouts.jsonl line 2 must be a trajectory: ")
+    assert rule in refused
 
 
 @cases(
-    "groups, change, rule",
-    (["1", "2", "1"], {}, "line 3: the members of a group must stand together"),
-    (["1", "1"], {}, "line 2: a group must have one member per index"),
-    (["1", "1"], {"index": 1, "steps": [4]}, "line 2: the members of a group must have one outcome"),
+    "lines, rule",
+    ([MINIMAL | {"group_id": group} for group in "121"], "line 3: the members of a group must stand together"),
+    ([MINIMAL, MINIMAL], "line 2: a group must have one member per index"),
+    ([MINIMAL, MINIMAL | {"index": 1, "steps": [4]}], "line 2: the members of a group must have one outcome"),
+    ([], "FILE must hold at least one"),
 )
-def test_members_that_do_not_make_a_group_are_refused(rounded, capsys, groups, change, rule):
-    *others, last = [MINIMAL | {"group_id": group} for group in groups]
-    assert rule in complaint(capsys, "import", write_lines(*others, last | change), "--into", "again")
+def test_lines_that_do_not_make_groups_and_other_files_are_refused(rounded, capsys, lines, rule):
+    assert rule in complaint(capsys, "import", write_lines(*lines), "--into", "again")
+    for file, rule in (("none.jsonl", "FILE must exist"), ("none.csv", "FILE must end in .jsonl or .parquet")):
+        assert rule in complaint(capsys, "import", file, "--into", "again")
 
 
 def with_value(table: pa.Table, name: str, at: tuple[int, int], value: Any) -> pa.Table:
@@ -351,12 +340,6 @@ def test_a_folder_that_cannot_become_an_archive_is_refused(rounded, capsys, into
     Path("runs/mine").mkdir(parents=True)
     Path("runs/mine/config.yaml").write_text("name: mine\n")
     assert rule in complaint(capsys, "import", write_lines(MINIMAL), "--into", into)
-
-
-def test_missing_unknown_and_empty_files_are_refused(rounded, capsys):
-    assert "FILE must exist" in complaint(capsys, "import", "none.jsonl", "--into", "again")
-    assert "FILE must end in .jsonl or .parquet" in complaint(capsys, "import", "none.csv", "--into", "again")
-    assert "FILE must hold at least one" in complaint(capsys, "import", write_lines(), "--into", "again")
 
 
 def test_an_archive_is_copied_out_of_an_object_store_then_what_the_copy_lacks_and_no_damage(rounded, capsys):
@@ -423,7 +406,7 @@ COMMANDS = {
     "show": "data show mine/archive 1-0-0",
     "export": "data export mine/archive out.jsonl",
 }
-UNREAD = {"ledger.jsonl": ("ls", "export")}
+UNREAD = {"ledger.jsonl": {"ls", "export"}}
 """Commands that show nothing of a file."""
 
 
@@ -446,27 +429,24 @@ def damaged(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def called(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str]:
     """(exit code, all that was printed)."""
-    return exit_code(*command.split()), "".join(capsys.readouterr())
+    return exit_code(*COMMANDS[command].split()), "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_a_whole_archive_is_read(damaged, capsys, command):
-    code, text = called(capsys, command)
-    assert (code, "damaged=1" in text, "warning" in text) == (0, False, False), text
+def test_a_whole_archive_is_read(damaged, capsys):
+    for command in COMMANDS:
+        code, text = called(capsys, command)
+        assert (code, "damaged=1" in text, "warning" in text) == (0, False, False), f"{command}: {text}"
 
 
-CASES = [(name, damage, key) for name in FILES for damage in FILES[name] for key in COMMANDS]
-
-
-@cases("name, damage, command", *(case for case in CASES if case[2] not in UNREAD.get(case[0], ())))
-def test_damage_is_named_by_every_command_that_reads_the_file(damaged, capsys, name, damage, command):
+@cases("name, damage", *((name, damage) for name in FILES for damage in FILES[name]))
+def test_damage_is_named_by_every_command_that_reads_the_file(damaged, capsys, name, damage):
     path = damaged / name
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     if damage == "deleted":
         path.unlink()
-    code, text = called(capsys, COMMANDS[command])
-    assert code in (1, 2)
-    assert name in text
+    for command in COMMANDS.keys() - UNREAD.get(name, set()):
+        code, text = called(capsys, command)
+        assert (code in (1, 2), name in text) == (True, True), f"{command}: {text}"
 
 
 def test_a_catalog_marks_damaged_shards_and_shows_the_rest(damaged):
