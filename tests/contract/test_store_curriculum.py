@@ -8,6 +8,7 @@ from slipstream.buffer.sampling import NOTHING_SKIPPED, Upcoming, row_of
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.buffer import TrainShortConfig, ZeroAdvantageConfig
 from slipstream.configs.data import CurriculumConfig
+from tests.cases import cases
 from tests.contract.stores import GREEDY, GROUP_SIZE, NUM_ROWS, SEED, AnyStore, answer, claim, commit, open_run
 from tests.contract.stores import audit as check_counts
 
@@ -95,22 +96,20 @@ def test_the_look_ahead_bounds_the_skipped_prompts(store: AnyStore):
     assert lease(store, upcoming=NOTHING_SKIPPED)[0].ordinal == NUM_ROWS + 9
 
 
-@pytest.mark.parametrize(
-    ("groups", "flaw"),
-    [
-        ([(RIGHT, RIGHT)], "too_easy"),
-        ([(WRONG, WRONG)], "too_hard"),
-        ([(RIGHT, WRONG)], ""),
-        ([(RIGHT, FAILED)], ""),
-        ([(FAILED, FAILED)] * 3, ""),
-        ([(RIGHT, FAILED)] * 2, "too_easy"),
-        # (0 * 0.5 + 2) / (2 * 0.5 + 2) = 0.67; then (2 * 0.5 + 2) / (3 * 0.5 + 2) = 0.86
-        ([(WRONG, WRONG), (RIGHT, RIGHT)], ""),
-        ([(WRONG, WRONG), (RIGHT, RIGHT), (RIGHT, RIGHT)], "too_easy"),
-        # (2 * 0.5 + 0) / (2 * 0.5 + 2) = 0.33; then 0.5 / 3.5 = 0.14
-        ([(RIGHT, RIGHT), (WRONG, WRONG)], ""),
-        ([(RIGHT, RIGHT), (WRONG, WRONG), (WRONG, WRONG)], "too_hard"),
-    ],
+@cases(
+    "groups, flaw",
+    ([(RIGHT, RIGHT)], "too_easy"),
+    ([(WRONG, WRONG)], "too_hard"),
+    ([(RIGHT, WRONG)], ""),
+    ([(RIGHT, FAILED)], ""),
+    ([(FAILED, FAILED)] * 3, ""),
+    ([(RIGHT, FAILED)] * 2, "too_easy"),
+    # (0 * 0.5 + 2) / (2 * 0.5 + 2) = 0.67; then (2 * 0.5 + 2) / (3 * 0.5 + 2) = 0.86
+    ([(WRONG, WRONG), (RIGHT, RIGHT)], ""),
+    ([(WRONG, WRONG), (RIGHT, RIGHT), (RIGHT, RIGHT)], "too_easy"),
+    # (2 * 0.5 + 0) / (2 * 0.5 + 2) = 0.33; then 0.5 / 3.5 = 0.14
+    ([(RIGHT, RIGHT), (WRONG, WRONG)], ""),
+    ([(RIGHT, RIGHT), (WRONG, WRONG), (WRONG, WRONG)], "too_hard"),
 )
 @pytest.mark.parametrize("group_filter", [None, ZeroAdvantageConfig()])
 def test_a_row_is_measured_by_its_complete_groups_even_rejected_ones(fresh_store, groups, flaw, group_filter):

@@ -14,6 +14,7 @@ from slipstream.configs.buffer import (
     TrainShortConfig,
     ZeroAdvantageConfig,
 )
+from tests.cases import cases
 from tests.contract.stores import GREEDY, AnyStore, answer, claim, commit, make_memory_store, open_run
 
 SIZE = 3
@@ -51,28 +52,26 @@ def assert_balanced(store: AnyStore) -> StoreCounts:
     return counts
 
 
-@pytest.mark.parametrize(
-    ("group_filter", "answers", "expected"),
-    [
-        (KeepAllConfig(), rewards(0, 0, 0), "ready"),
-        (KeepAllConfig(), rewards(None, None, None), "ready"),
-        (ZeroAdvantageConfig(), rewards(0.3, 0.3, 0.3), "rejected: zero_advantage"),
-        (ZeroAdvantageConfig(), rewards(0.1 + 0.2, 0.3, 0.3), "rejected: zero_advantage"),
-        (ZeroAdvantageConfig(), rewards(0.3, 0.3, 0.31), "ready"),
-        (ZeroAdvantageConfig(), rewards(-1, 0, 1), "ready"),
-        (ZeroAdvantageConfig(), rewards(0.5, 0.5, None), "rejected: zero_advantage"),
-        (ZeroAdvantageConfig(), rewards(0.5, None, None), "rejected: zero_advantage"),
-        (ZeroAdvantageConfig(), rewards(None, None, None), "rejected: no_reward"),
-        (AccuracyConfig(), rewards(0, 0.9, 0.5), "rejected: too_hard"),
-        (AccuracyConfig(), rewards(1, 1, 1), "rejected: too_easy"),
-        (AccuracyConfig(), rewards(1, 0, 0), "ready"),
-        (AccuracyConfig(), rewards(1, None, None), "rejected: too_easy"),
-        (AccuracyConfig(), rewards(None, None, None), "rejected: no_reward"),
-        (AccuracyConfig(min_accuracy=0.4, max_accuracy=0.6), rewards(1, 0, 0), "rejected: too_hard"),
-        (AccuracyConfig(min_accuracy=0.4, max_accuracy=2 / 3), rewards(1, 1, 0), "rejected: too_easy"),
-        (AccuracyConfig(min_accuracy=1 / 3, max_accuracy=0.9), rewards(1, 0, 0), "rejected: too_hard"),
-        (AccuracyConfig(min_accuracy=0.3, max_accuracy=0.9), rewards(1, 0, 0), "ready"),
-    ],
+@cases(
+    "group_filter, answers, expected",
+    (KeepAllConfig(), rewards(0, 0, 0), "ready"),
+    (KeepAllConfig(), rewards(None, None, None), "ready"),
+    (ZeroAdvantageConfig(), rewards(0.3, 0.3, 0.3), "rejected: zero_advantage"),
+    (ZeroAdvantageConfig(), rewards(0.1 + 0.2, 0.3, 0.3), "rejected: zero_advantage"),
+    (ZeroAdvantageConfig(), rewards(0.3, 0.3, 0.31), "ready"),
+    (ZeroAdvantageConfig(), rewards(-1, 0, 1), "ready"),
+    (ZeroAdvantageConfig(), rewards(0.5, 0.5, None), "rejected: zero_advantage"),
+    (ZeroAdvantageConfig(), rewards(0.5, None, None), "rejected: zero_advantage"),
+    (ZeroAdvantageConfig(), rewards(None, None, None), "rejected: no_reward"),
+    (AccuracyConfig(), rewards(0, 0.9, 0.5), "rejected: too_hard"),
+    (AccuracyConfig(), rewards(1, 1, 1), "rejected: too_easy"),
+    (AccuracyConfig(), rewards(1, 0, 0), "ready"),
+    (AccuracyConfig(), rewards(1, None, None), "rejected: too_easy"),
+    (AccuracyConfig(), rewards(None, None, None), "rejected: no_reward"),
+    (AccuracyConfig(min_accuracy=0.4, max_accuracy=0.6), rewards(1, 0, 0), "rejected: too_hard"),
+    (AccuracyConfig(min_accuracy=0.4, max_accuracy=2 / 3), rewards(1, 1, 0), "rejected: too_easy"),
+    (AccuracyConfig(min_accuracy=1 / 3, max_accuracy=0.9), rewards(1, 0, 0), "rejected: too_hard"),
+    (AccuracyConfig(min_accuracy=0.3, max_accuracy=0.9), rewards(1, 0, 0), "ready"),
 )
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_complete_group_is_ready_or_rejected_with_a_reason(fresh_store, group_filter, answers, expected, at_once):
@@ -176,17 +175,15 @@ def test_a_greedy_answer_is_accepted_only_at_its_index(fresh_store, has_baseline
     assert insertion.reason == ("" if is_greedy == (index == 3) else "baseline")
 
 
-@pytest.mark.parametrize(
-    ("group_filter", "answers", "greedy", "expected"),
-    [
-        (ZeroAdvantageConfig(), rewards(1, 1, 1), 1, "rejected: zero_advantage"),
-        (ZeroAdvantageConfig(), rewards(1, 1, 1), 0, "ready"),
-        (ZeroAdvantageConfig(), rewards(1, 1, 1), None, "rejected: zero_advantage"),
-        (ZeroAdvantageConfig(), rewards(None, None, None), 1, "rejected: no_reward"),
-        (AccuracyConfig(), rewards(1, 1, 1), 0, "rejected: too_easy"),
-        (AccuracyConfig(), rewards(0, 0, 0), 1, "rejected: too_hard"),
-        (AccuracyConfig(), rewards(0, 0, 1), 1, "ready"),
-    ],
+@cases(
+    "group_filter, answers, greedy, expected",
+    (ZeroAdvantageConfig(), rewards(1, 1, 1), 1, "rejected: zero_advantage"),
+    (ZeroAdvantageConfig(), rewards(1, 1, 1), 0, "ready"),
+    (ZeroAdvantageConfig(), rewards(1, 1, 1), None, "rejected: zero_advantage"),
+    (ZeroAdvantageConfig(), rewards(None, None, None), 1, "rejected: no_reward"),
+    (AccuracyConfig(), rewards(1, 1, 1), 0, "rejected: too_easy"),
+    (AccuracyConfig(), rewards(0, 0, 0), 1, "rejected: too_hard"),
+    (AccuracyConfig(), rewards(0, 0, 1), 1, "ready"),
 )
 def test_the_greedy_reward_is_a_signal_and_counts_in_no_share(fresh_store, group_filter, answers, greedy, expected):
     store = open_run(fresh_store, group_filter=group_filter)

@@ -20,6 +20,7 @@ from slipstream.generators import escapes
 from slipstream.generators import sandbox as module
 from slipstream.generators.rewards.composition import RewardFunctions
 from slipstream.generators.sandbox import Execution, Limits, LocalSandbox, RemoteSandbox, SandboxError
+from tests.cases import cases
 from tests.machines import SANDBOX_IS_REQUIRED, needs_bubblewrap
 from tests.unit.generators.rewards.scene import sample, scores
 from tests.unit.generators.servers import Handler, serve
@@ -170,14 +171,12 @@ def test_processes_of_a_run_share_one_limit_where_cgroup_v2_has_the_memory_contr
 
 
 @in_bubblewrap
-@pytest.mark.parametrize(
-    ("code", "status"),
-    [
-        ("until = __import__('time').monotonic() + 7\nwhile __import__('time').monotonic() < until: pass", "timeout"),
-        ("import time; time.sleep(7)", "timeout"),
-        ("for _ in range(2**16): print('x' * 2**10)", "output"),
-        ("import sys; sys.stderr.write('x' * 2**20)", "output"),
-    ],
+@cases(
+    "code, status",
+    ("until = __import__('time').monotonic() + 7\nwhile __import__('time').monotonic() < until: pass", "timeout"),
+    ("import time; time.sleep(7)", "timeout"),
+    ("for _ in range(2**16): print('x' * 2**10)", "output"),
+    ("import sys; sys.stderr.write('x' * 2**20)", "output"),
 )
 def test_code_without_an_end_is_ended(code: str, status: str):
     local()

@@ -23,6 +23,7 @@ from slipstream.generators.engines.scripted_engine import VOCABULARY, ScriptedEn
 from slipstream.generators.errors import EngineError
 from slipstream.generators.weight_updates import WeightUpdates
 from slipstream.learner.publishing.fetches import SnapshotServer
+from tests.cases import cases
 from tests.fakes import KEYS
 from tests.unit.broker.weight_versions import make_version
 from tests.unit.generators.rewards.scene import until
@@ -203,13 +204,11 @@ async def silent(token_ids: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["next", "the same version"])
-@pytest.mark.parametrize(
-    ("method", "broken", "reason"),
-    [
-        ("prompt_logprobs", wrong, r"agree with the learner's within .*, got 7\.5 at version "),
-        ("prompt_logprobs", silent, "must answer the probe of version "),
-        ("sample_probe", sampled_with_an_offset, r"same for sampled tokens .*, got 0\.01 at version "),
-    ],
+@cases(
+    "method, broken, reason",
+    ("prompt_logprobs", wrong, r"agree with the learner's within .*, got 7\.5 at version "),
+    ("prompt_logprobs", silent, "must answer the probe of version "),
+    ("sample_probe", sampled_with_an_offset, r"same for sampled tokens .*, got 0\.01 at version "),
 )
 def test_a_failed_probe_leaves_the_weights_unverified(
     scene: Scene, method: str, broken: Any, reason: str, again: bool, monkeypatch: pytest.MonkeyPatch

@@ -26,6 +26,7 @@ from slipstream.generators.environments.worker import Model
 from slipstream.generators.errors import GeneratorError
 from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_prompt, make_run
+from tests.cases import cases
 from tests.runs import until
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, make_runner, play, written
 from tests.unit.generators.chat import make_chat_tokenizer
@@ -50,14 +51,12 @@ def test_an_environment_plays_and_scores():
     assert written(trajectory) == [("it is 41<|im_end|>", True), (between, False), ("42<|im_end|>", True)]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "detail"),
-    [
-        ("failing", {"how": "raise"}, "the environment .*:failing failed: ValueError: no such page"),
-        ("failing", {"how": ""}, "TypeError: it must return a number, or a dict with a number `reward`, got None"),
-        ("failing", {"how": "exit"}, r"the environment .*:failing \(process \d+\) exited"),
-        ("odd", {"found": {"reward": "nan"}}, "odd failed: ValueError: Out of range float values"),
-    ],
+@cases(
+    "name, arguments, detail",
+    ("failing", {"how": "raise"}, "the environment .*:failing failed: ValueError: no such page"),
+    ("failing", {"how": ""}, "TypeError: it must return a number, or a dict with a number `reward`, got None"),
+    ("failing", {"how": "exit"}, r"the environment .*:failing \(process \d+\) exited"),
+    ("odd", {"found": {"reward": "nan"}}, "odd failed: ValueError: Out of range float values"),
 )
 def test_a_failure_costs_one_answer(name: str, arguments: dict[str, Any], detail: str):
     trajectory = play(environment(name, arguments=arguments), ["it is 42"])

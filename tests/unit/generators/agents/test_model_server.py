@@ -14,6 +14,7 @@ from slipstream.buffer.trajectory import Trajectory
 from slipstream.generators.agents.episode import Episode
 from slipstream.generators.errors import EngineError
 from tests.builders import make_prompt
+from tests.cases import cases
 from tests.unit.generators.agents.scene import QUESTION, WritingEngine, broken_engine, play
 from tests.unit.generators.chat import make_chat_tokenizer
 
@@ -223,14 +224,12 @@ def test_requests_at_the_same_time_and_forks_are_contexts_in_which_earlier_turns
     assert trajectory.num_turns == 3
 
 
-@pytest.mark.parametrize(
-    ("messages", "shown"),
-    [
-        # A sub-agent, or a context that was compacted.
-        ([user("sum up: 42")], opened("sum up: 42")),
-        # An answer that the client has edited.
-        ([*QUESTION, {"role": "assistant", "content": "43"}, user("sure?")], "43<|im_end|>\n" + opened("sure?")),
-    ],
+@cases(
+    "messages, shown",
+    # A sub-agent, or a context that was compacted.
+    ([user("sum up: 42")], opened("sum up: 42")),
+    # An answer that the client has edited.
+    ([*QUESTION, {"role": "assistant", "content": "43"}, user("sure?")], "43<|im_end|>\n" + opened("sure?")),
 )
 def test_what_the_model_has_not_written_opens_a_context(messages: list[dict[str, Any]], shown: str):
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
@@ -244,13 +243,11 @@ def test_what_the_model_has_not_written_opens_a_context(messages: list[dict[str,
     assert second[0].endswith(shown + "yes<|im_end|>")
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "answers"),
-    [
-        ({}, {"x-stainless-retry-count": "1"}, ["one", "one"]),
-        ({"Idempotency-Key": "a"}, {"Idempotency-Key": "a"}, ["one", "one"]),
-        ({}, {}, ["one", "two"]),
-    ],
+@cases(
+    "first, second, answers",
+    ({}, {"x-stainless-retry-count": "1"}, ["one", "one"]),
+    ({"Idempotency-Key": "a"}, {"Idempotency-Key": "a"}, ["one", "one"]),
+    ({}, {}, ["one", "two"]),
 )
 def test_a_request_that_is_sent_again_has_one_answer(first: dict, second: dict, answers: list[str]):
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
@@ -296,24 +293,22 @@ def test_without_room_the_client_reads_the_error_that_it_knows(limits: dict[str,
     assert trajectory.model_mask[-1]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"n": 2}, "n must be 1 or omitted, got 2"),
-        ({"tool_choice": "required"}, 'tool_choice must be "auto" or omitted'),
-        ({"messages": [{"content": "x"}]}, "in the documented format: Object missing required field `role`"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "in the documented format: Expected `object`, got `str`"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "missing required field `function`"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages must contain only text"),
-        ({"max_tokens": 0}, "Expected `int` >= 1"),
-        ({"messages": 3}, "the request must be JSON in the documented format"),
-        # The engine would crash on these.
-        ({"token_ids": []}, "token_ids must hold at least one token"),
-        ({"token_ids": [3, -1]}, "token_ids must be below [0-9]+, got -1"),
-        ({"token_ids": [10**9]}, "token_ids must be below [0-9]+, got 1000000000"),
-        ({"sampling_params": {"max_tokens": 0}}, "Expected `int` >= 1"),
-        ({"sampling_params": {"n": 2}}, "n must be 1, got 2"),
-    ],
+@cases(
+    "fields, message",
+    ({"n": 2}, "n must be 1 or omitted, got 2"),
+    ({"tool_choice": "required"}, 'tool_choice must be "auto" or omitted'),
+    ({"messages": [{"content": "x"}]}, "in the documented format: Object missing required field `role`"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "in the documented format: Expected `object`, got `str`"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "missing required field `function`"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages must contain only text"),
+    ({"max_tokens": 0}, "Expected `int` >= 1"),
+    ({"messages": 3}, "the request must be JSON in the documented format"),
+    # The engine would crash on these.
+    ({"token_ids": []}, "token_ids must hold at least one token"),
+    ({"token_ids": [3, -1]}, "token_ids must be below [0-9]+, got -1"),
+    ({"token_ids": [10**9]}, "token_ids must be below [0-9]+, got 1000000000"),
+    ({"sampling_params": {"max_tokens": 0}}, "Expected `int` >= 1"),
+    ({"sampling_params": {"n": 2}}, "n must be 1, got 2"),
 )
 def test_an_invalid_request_is_an_error_and_the_answer_continues(fields: dict[str, Any], message: str):
     async def loop(ask: Any, client: Any, episode: Episode) -> None:

@@ -14,6 +14,7 @@ from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.buffer.trajectory import Sampling
 from slipstream.generators.engines.checks import check_layout
 from slipstream.generators.engines.hf_engine import draw_uniforms, sample
+from tests.cases import cases
 from tests.tiny_model import make_tiny_module
 
 
@@ -104,22 +105,20 @@ def renamed(names: dict[str, str]) -> Change:
     return lambda slots: [msgspec.structs.replace(slot, name=names.get(slot.name, slot.name)) for slot in slots]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (without("model.norm.weight"), "every parameter must be sent, model.norm.weight and 0 more were not"),
-        (renamed({UP: GATE, GATE: UP}), f"with {GATE} at index 8, got {UP}: names were swapped"),
-        (lambda slots: [*slots, TensorSlot("model.extra", [1], "float32", 0, 0)], "model.extra and 0 more do not"),
-        (lambda slots: [*slots, slots[0]], "every parameter must be sent once, got 28 tensors for 27"),
-        (
-            lambda slots: [msgspec.structs.replace(slots[0], shape=[50, 64]), *slots[1:]],
-            r"must have this generator's shape \[41, 64\], got \[50, 64\]",
-        ),
-        (
-            lambda slots: [*slots[:-1], msgspec.structs.replace(slots[-1], dtype="bfloat16")],
-            "must have the engine's dtype float32, got bfloat16",
-        ),
-    ],
+@cases(
+    "change, words",
+    (without("model.norm.weight"), "every parameter must be sent, model.norm.weight and 0 more were not"),
+    (renamed({UP: GATE, GATE: UP}), f"with {GATE} at index 8, got {UP}: names were swapped"),
+    (lambda slots: [*slots, TensorSlot("model.extra", [1], "float32", 0, 0)], "model.extra and 0 more do not"),
+    (lambda slots: [*slots, slots[0]], "every parameter must be sent once, got 28 tensors for 27"),
+    (
+        lambda slots: [msgspec.structs.replace(slots[0], shape=[50, 64]), *slots[1:]],
+        r"must have this generator's shape \[41, 64\], got \[50, 64\]",
+    ),
+    (
+        lambda slots: [*slots[:-1], msgspec.structs.replace(slots[-1], dtype="bfloat16")],
+        "must have the engine's dtype float32, got bfloat16",
+    ),
 )
 def test_any_other_layout_is_rejected_with_the_tensor_named(change: Change, words: str):
     names = CheckpointNames(make_tiny_module())

@@ -21,6 +21,7 @@ from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward_model import RewardModel
 from slipstream.generators.rewards.worker import SIGNAL_EXIT
+from tests.cases import cases
 from tests.tiny_model import make_tiny_model, make_tokenizer
 from tests.unit.generators.rewards.scene import SAMPLES, in_pool, sample, scores, until, worker_pids
 
@@ -71,14 +72,12 @@ def test_a_hang_is_a_timeout_and_costs_only_the_culprit():
     use_pool(use, timeout_s=2.0)
 
 
-@pytest.mark.parametrize(
-    ("response", "words"),
-    [
-        ("die", "worker died (signal SIGKILL)"),
-        ("leave", "worker died (exit code 3)"),
-        ("exit", "called sys.exit(3)"),
-        ("allocate 900", "generators.reward.max_memory_mib"),
-    ],
+@cases(
+    "response, words",
+    ("die", "worker died (signal SIGKILL)"),
+    ("leave", "worker died (exit code 3)"),
+    ("exit", "called sys.exit(3)"),
+    ("allocate 900", "generators.reward.max_memory_mib"),
 )
 def test_a_reward_that_ends_its_worker_is_an_error_and_the_others_are_scored(response: str, words: str):
     found = statuses(["", response, "", ""], max_memory_mib=600)

@@ -24,6 +24,7 @@ from slipstream.generators.engines.vllm.health import (
 from slipstream.generators.engines.vllm.process import engine_arguments
 from slipstream.generators.errors import EngineDiedError, EngineError
 from tests.builders import make_run
+from tests.cases import cases
 from tests.unit.broker.weight_versions import announce
 
 MODEL = ModelConfig(max_length=64, dtype="float32", path="none")
@@ -90,16 +91,14 @@ def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
         arguments_of(expert_parallel=True, tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize(
-    ("extra", "advice"),
-    [
-        ({"max_model_len": 9}, r"got max_model_len: set model\.max_length instead"),
-        ({"data_parallel_size": 2}, r"set generators\.count instead"),
-        ({"logprobs_mode": "raw_logits"}, r"log-probabilities exact, got logprobs_mode: leave it out"),
-        ({"speculative_config": {"method": "ngram"}}, r"got speculative_config: leave it out"),
-        ({"hf_overrides": {"rope_theta": 1.0}}, r"got hf_overrides: leave it out"),
-        ({"blok_size": 32}, r"got blok_size: did you mean block_size\?"),
-    ],
+@cases(
+    "extra, advice",
+    ({"max_model_len": 9}, r"got max_model_len: set model\.max_length instead"),
+    ({"data_parallel_size": 2}, r"set generators\.count instead"),
+    ({"logprobs_mode": "raw_logits"}, r"log-probabilities exact, got logprobs_mode: leave it out"),
+    ({"speculative_config": {"method": "ngram"}}, r"got speculative_config: leave it out"),
+    ({"hf_overrides": {"rope_theta": 1.0}}, r"got hf_overrides: leave it out"),
+    ({"blok_size": 32}, r"got blok_size: did you mean block_size\?"),
 )
 def test_an_argument_that_a_setting_decides_or_that_may_change_sampling_is_refused(extra: dict, advice: str) -> None:
     with pytest.raises(ConfigError, match=advice):

@@ -21,6 +21,7 @@ from slipstream.generators.engines.vllm import verify, weights
 from slipstream.generators.engines.vllm.adapter import ADAPTER, describe, first_adapter_mismatch, lora_arguments
 from slipstream.generators.engines.vllm.verify import RecordedLoad
 from slipstream.generators.engines.vllm.weights import KernelChecks, exchange, second_copy
+from tests.cases import cases
 
 Tensors = list[tuple[str, Tensor]]
 
@@ -113,14 +114,12 @@ def keep_old_kernel(model: Model) -> None:
     model.qk.cpu_linear = kernel
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (corrupt("norm.weight"), "norm.weight"),
-        (corrupt("head.weight"), "head.weight"),
-        (corrupt("experts.weight"), "experts.weight"),
-        (keep_old_kernel, "qk.weight"),
-    ],
+@cases(
+    "change, name",
+    (corrupt("norm.weight"), "norm.weight"),
+    (corrupt("head.weight"), "head.weight"),
+    (corrupt("experts.weight"), "experts.weight"),
+    (keep_old_kernel, "qk.weight"),
 )
 def test_one_changed_element_is_found_in_any_parameter(change: Callable[[Model], None], name: str):
     model, sent = Model(), make_sent()
