@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from slipstream.buffer.errors import StaleFenceError
-from slipstream.buffer.records import ROLES_KEPT, Event, Heartbeat, MetricsRows
+from slipstream.buffer.records import ROLES_KEPT, Event, Heartbeat, MetricsRows, StepEntry
 from slipstream.buffer.store_rules import NO_FENCE, Brokers
 from slipstream.buffer.trajectory import VersionSpan
 from tests.contract.stores import AnyStore, answer, claim, commit, lease, make_ready
@@ -162,6 +162,7 @@ OPERATIONS: dict[str, Callable[[AnyStore, int], object]] = {
     "reap": lambda store, fence: store.reap(fence=fence),
     "follow_clock": lambda store, fence: store.follow_clock(jump_s=1.0, lease_s=30, claim_lease_s=30, fence=fence),
     "forget": lambda store, fence: store.forget(["0"], fence=fence),
+    "forget_steps": lambda store, fence: store.forget_steps(StepEntry(1, 0, 0, 0, "", [], []), fence=fence),
 }
 
 

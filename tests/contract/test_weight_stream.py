@@ -75,10 +75,9 @@ def snapshot_store(tmp_path: Path) -> SnapshotStore:
     return filled
 
 
-@pytest.fixture(params=["tcp", "ipc"])
-def server(request: pytest.FixtureRequest, snapshot_store: SnapshotStore, tmp_path: Path) -> Iterator[StreamServer]:
-    address = "tcp://127.0.0.1:*" if request.param == "tcp" else f"ipc://{tmp_path}/weights.sock"
-    started = StreamServer(snapshot_store, keys=KEYS, address=address)
+@pytest.fixture
+def server(snapshot_store: SnapshotStore, tmp_path: Path) -> Iterator[StreamServer]:
+    started = StreamServer(snapshot_store, keys=KEYS, address=f"ipc://{tmp_path}/weights.sock")
     yield started
     started.close()
 

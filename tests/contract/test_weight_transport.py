@@ -74,17 +74,9 @@ class Group:
         self._threads.shutdown()
 
 
-NUM_RECEIVERS = 3
-
-
-def make_group() -> Group:
-    sender = CollectiveSender(HOST, device="cpu")
-    return Group(sender, [CollectiveReceiver(device="cpu") for _ in range(NUM_RECEIVERS)])
-
-
 @pytest.fixture
 def group() -> Iterator[Group]:
-    opened = make_group()
+    opened = Group(CollectiveSender(HOST, device="cpu"), [CollectiveReceiver(device="cpu") for _ in range(3)])
     yield opened
     opened.close()
 
@@ -108,25 +100,21 @@ def assert_same(received: Named, sent: Named) -> None:
         assert torch.equal(got, expected), name
 
 
-def test_weights_arrive_bit_for_bit_in_many_updates_of_an_epoch(group: Group) -> None:
+def test_weights_arrive_bit_for_bit_and_in_the_same_memory_in_many_updates_of_an_epoch(group: Group) -> None:
     group.open_epoch(1, members=[0, 1, 2])
+    places = set()
     for seed in range(5):
         for received in group.update(make_weights(seed), members=[0, 1, 2]):
             assert_same(received, make_weights(seed))
+            places.add(tuple(tensor.data_ptr() for _, tensor in received))
+    assert len(places) == 3
 
 
 def test_membership_changes_from_epoch_to_epoch(group: Group) -> None:
-    for epoch, members in enumerate([[0], [0, 1, 2], [2, 1], [1], [0, 2]]):
+    for epoch, members in enumerate([[0], [], [0, 1, 2], [2, 1], [1], [0, 2]]):
         group.open_epoch(epoch, members=members)
         for received in group.update(make_weights(epoch), members=members):
             assert_same(received, make_weights(epoch))
-
-
-def test_without_members_a_broadcast_returns_at_once(group: Group) -> None:
-    group.sender.open_epoch(1, num_members=0, timeout_s=TIMEOUT_S)
-    assert group.update(make_weights(), members=[]) == []
-    group.open_epoch(2, members=[0])
-    assert_same(group.update(make_weights(), members=[0])[0], make_weights())
 
 
 def test_a_wrong_checksum_is_refused_and_the_epoch_stays_open(group: Group) -> None:
@@ -228,13 +216,6 @@ def test_the_rendezvous_listens_on_its_host_only_and_a_port_in_use_is_named(grou
             CollectiveSender(HOST, device="cpu", ports=[port])
 
 
-def test_staging_memory_is_reused(group: Group) -> None:
-    group.open_epoch(1, members=[0])
-    first = group.update(make_weights(1), members=[0])[0]
-    second = group.update(make_weights(2), members=[0])[0]
-    assert [t.data_ptr() for _, t in first] == [t.data_ptr() for _, t in second]
-
-
 def test_the_default_group_of_torch_is_not_touched(group: Group, tmp_path: Path) -> None:
     # Tests of the training engines in the same process may have created one already.
     is_ours = not dist.is_initialized()
@@ -254,7 +235,7 @@ def test_the_default_group_of_torch_is_not_touched(group: Group, tmp_path: Path)
             dist.destroy_process_group()
 
 
-def test_a_hundred_epochs_leave_no_threads_and_no_files_behind(group: Group) -> None:
+def test_thirty_epochs_leave_no_threads_and_no_files_behind(group: Group) -> None:
     process = psutil.Process()
 
     def rounds(first: int, count: int) -> tuple[int, int]:
@@ -268,7 +249,7 @@ def test_a_hundred_epochs_leave_no_threads_and_no_files_behind(group: Group) -> 
         return process.num_fds(), process.num_threads()
 
     before = rounds(1, 5)
-    rounds(10, 100)
+    rounds(10, 30)
     # The thread that closes a connection may outlive it by a moment.
     assert eventually(lambda: process.num_fds() <= before[0] and process.num_threads() <= before[1])
 
