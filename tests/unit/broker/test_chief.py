@@ -9,7 +9,6 @@ import pytest
 from slipstream.broker import messages
 from slipstream.broker.chief import LEASE_S
 from slipstream.broker.messages import Drain, Hello, LeaseRequest, LivingBrokers, Pong, Prompts, Update, Welcome
-from slipstream.broker.peers import PingRound
 from slipstream.broker.router import Router
 from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.buffer.codec import decode, encode
@@ -248,16 +247,6 @@ def test_a_heartbeat_takes_one_call_for_many_peers_and_reaches_each_once_an_inte
     assert len(pings) == NUM_PEERS
     assert counted.since()["heartbeat"] <= 4 * 4 + 4, "four slices of 64"
     assert len(scene.store.roles()) == NUM_PEERS + 1
-
-
-def test_a_round_of_pings_is_spread_and_has_everyone_once():
-    peers: list[Any] = list(range(150))
-    pings, taken = PingRound(peers), []
-    while not pings.is_over:
-        taken.append(pings.take())
-    assert [len(each) for each in taken] == [64, 64, 22]
-    assert [each for part in taken for each in part] == peers
-    assert (pings.share, PingRound(peers[:64]).share, PingRound([]).share) == (1 / 3, 1.0, 1.0)
 
 
 def test_generators_that_wait_cost_a_few_calls_a_round_and_not_some_each(crowd):
