@@ -47,11 +47,13 @@ def run(code: str, **options: Any) -> Execution:
 
 
 @in_bubblewrap
-def test_code_runs_with_its_input():
-    assert run("print(sum(map(int, input().split())))", stdin="3 4\n") == Execution("ok", "7\n", "", 0)
+def test_code_runs_with_its_input_and_leaves_nothing_in_tmp_for_the_next_run():
+    summing = "open('/tmp/left', 'w').write('x'); print(sum(map(int, input().split())))"
+    assert run(summing, stdin="3 4\n") == Execution("ok", "7\n", "", 0)
     failed = run("raise ValueError('no')")
     assert (failed.status, failed.exit_code) == ("error", 1)
     assert failed.stderr.endswith("ValueError: no\n")
+    assert run("import os; print(os.listdir('/tmp'))").stdout == "[]\n"
 
 
 async def attempt(*groups: list[str]) -> dict[str, str]:
@@ -133,12 +135,6 @@ print(started)
     found = [int(execution.stdout) for execution in asyncio.run(session())]
     assert found[0] == found[1]
     assert SMALL.processes // 2 < found[0] < SMALL.processes
-
-
-@in_bubblewrap
-def test_nothing_is_left_in_tmp_for_the_next_run():
-    run("open('/tmp/left', 'w').write('x')")
-    assert run("import os; print(os.listdir('/tmp'))").stdout == "[]\n"
 
 
 @in_bubblewrap

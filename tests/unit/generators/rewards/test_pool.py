@@ -21,7 +21,6 @@ from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward_model import RewardModel
 from slipstream.generators.rewards.worker import SIGNAL_EXIT
-from tests.cases import cases
 from tests.tiny_model import make_tiny_model, make_tokenizer
 from tests.unit.generators.rewards.scene import SAMPLES, in_pool, sample, scores, until, worker_pids
 
@@ -72,26 +71,18 @@ def test_a_hang_is_a_timeout_and_costs_only_the_culprit():
     use_pool(use, timeout_s=2.0)
 
 
-@cases(
-    "response, words",
-    ("die", "worker died (signal SIGKILL)"),
-    ("leave", "worker died (exit code 3)"),
-    ("exit", "called sys.exit(3)"),
-    ("allocate 900", "generators.reward.max_memory_mib"),
-)
-def test_a_reward_that_ends_its_worker_is_an_error_and_the_others_are_scored(response: str, words: str):
-    found = statuses(["", response, "", ""], max_memory_mib=600)
-    assert [status for status, _ in found] == ["ok", "error", "ok", "ok"]
-    assert words in found[1][1]
-
-
-def test_memory_that_a_function_keeps_ends_with_the_call_that_asked_for_too_much():
-    async def use(pool: RewardPool) -> None:
-        before, leaking, after = [await pool.score(sample(r)) for r in ["allocate 300", "leak 900", "allocate 300"]]
-        assert (before.status, leaking.status, after.status) == ("ok", "error", "ok")
-        assert "generators.reward.max_memory_mib (600 MiB)" in leaking.detail
-
-    use_pool(use, max_memory_mib=600)
+def test_a_reward_that_ends_its_worker_or_takes_its_memory_is_an_error_and_the_others_are_scored():
+    bad = {
+        "die": "worker died (signal SIGKILL)",
+        "leave": "worker died (exit code 3)",
+        "exit": "called sys.exit(3)",
+        "allocate 900": "generators.reward.max_memory_mib",
+        "leak 900": "generators.reward.max_memory_mib (600 MiB)",
+    }
+    between = "allocate 300"
+    found = statuses([between, *(each for response in bad for each in (response, between))], max_memory_mib=600)
+    assert [status for status, _ in found] == ["ok", *["error", "ok"] * len(bad)]
+    assert [words for words, (_, detail) in zip(bad.values(), found[1::2], strict=True) if words not in detail] == []
 
 
 def test_output_without_end_is_cut_and_the_function_goes_on(capfd: pytest.CaptureFixture[str]):
@@ -108,16 +99,16 @@ def test_cpu_time_is_limited_per_call():
     assert "generators.reward.max_cpu_s (1 s)" in found[1][1]
 
 
-@pytest.mark.parametrize(("response", "status"), [("litter", "timeout"), ("litter-and-die", "error")])
-def test_what_a_function_started_ends_with_its_worker(response: str, status: str, tmp_path: Path):
+def test_what_a_function_started_ends_with_its_worker(tmp_path: Path):
     async def use(pool: RewardPool) -> None:
         await pool.score(sample())
-        reward = await pool.score(sample(f"{response} {tmp_path / 'pids'}"))
-        assert reward.status == status
-        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-        assert len(pids) == 3
-        # By themselves, they end after 20 s.
-        await until(lambda: not any(map(psutil.pid_exists, pids)), timeout_s=8)
+        for response, status in (("litter", "timeout"), ("litter-and-die", "error")):
+            reward = await pool.score(sample(f"{response} {tmp_path / 'pids'}"))
+            assert reward.status == status
+            pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+            assert len(pids) == 3
+            # By themselves, they end after 20 s.
+            await until(lambda pids=pids: not any(map(psutil.pid_exists, pids)), timeout_s=8)
 
     use_pool(use, timeout_s=4.0)
 
