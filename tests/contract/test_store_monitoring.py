@@ -11,13 +11,6 @@ from slipstream.buffer.trajectory import VersionSpan
 from tests.contract.stores import AnyStore, answer, claim, commit, lease, make_ready
 
 
-def test_roles_show_their_newest_gauges_and_the_time(store, clock):
-    store.report_role("learner-0", {"step": 1, "loss": 0.5, "waits_for": "ready groups"})
-    clock.now = 1234.5
-    store.report_role("learner-0", {"step": 2, "nested": {"lags": [0, 1]}})
-    assert store.roles() == {"learner-0": {"step": 2, "nested": {"lags": [0, 1]}, "reported_at": 1234.5}}
-
-
 def test_a_role_progresses_when_its_totals_grow_and_not_when_it_only_reports(store, clock):
     store.report_role("broker", {"state": "ready", "peers": 3})
     store.report_role("learner", {"state": "ready", "tokens": 100.0})
@@ -61,12 +54,14 @@ def test_one_heartbeat_of_many_renews_the_leases_of_each_owner_and_reports_its_r
     # Each names its own first lease, the second of its neighbor, and one that does not exist.
     stolen = [leases[1].id for leases in held.values()]
     beats = [
-        Heartbeat(owner, {"state": "ready", "number": number}, owner, [leases[0].id, stolen[number - 1], "777-0"])
+        Heartbeat(
+            owner, {"state": "ready", "lags": {"of": [number]}}, owner, [leases[0].id, stolen[number - 1], "777-0"]
+        )
         for number, (owner, leases) in enumerate(held.items())
     ]
     assert store.heartbeat([*beats, Heartbeat("broker", {"state": "ready"})], lease_s=10) == 100
     assert store.heartbeat([], lease_s=10) == 0
-    assert store.roles()["generator-70"] == {"state": "ready", "number": 70, "reported_at": clock.now}
+    assert store.roles()["generator-70"] == {"state": "ready", "lags": {"of": [70]}, "reported_at": clock.now}
     assert len(store.roles()) == 101
     clock.now += 2
     assert len(store.reap()) == 100, "second leases"
@@ -139,11 +134,7 @@ def test_the_first_broker_is_the_chief_and_stays_it_while_it_reports(store, cloc
         assert (other.chief, other.fence) == ("broker", NO_FENCE)
         assert report(store, "broker").fence == 1
     assert report(store, "broker").living == {"broker": {}, "broker-1": {}}
-
-
-def test_a_broker_that_was_restarted_replaces_the_chief_that_it_was(store):
-    report(store, "broker", "a")
-    assert report(store, "broker", "b").fence == 2
+    assert report(store, "broker", "b").fence == 2, "restarted"
     assert report(store, "broker-1").fence == NO_FENCE
 
 

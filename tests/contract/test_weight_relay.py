@@ -245,22 +245,19 @@ def test_a_lender_without_the_delta_costs_no_snapshot(scene: Scene) -> None:
     assert [error.is_altered for error in fetcher.lender_errors] == [False]
 
 
-def test_a_lender_that_is_gone_or_has_moved_on_is_passed_over(scene: Scene) -> None:
+def test_a_lender_that_never_begins_is_gone_or_has_moved_on_is_passed_over(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetcher_module, "_GIVE_UP_S", 0.5)
     scene.publish(1)
-    lender, fetcher = scene.join(), scene.join()
+    lender, fetcher, last = (scene.join() for _ in range(3))
+    assert scene.fetch(fetcher, 1, lender.lends_at) == NUM_BYTES
+    assert "must begin to fetch it within 0.5 s" in fetcher.lender_errors[0].reason
     scene.fetch(lender, 1, is_lent=True)
     scene.publish(2)
     scene.fetch(lender, 2, is_lent=True)
-    assert scene.fetch(fetcher, 2, "ipc:///nobody/listens.sock", lender.lends_at) == NUM_BYTES
-    assert "no process listens" in fetcher.lender_errors[0].reason
-
-
-def test_a_lender_that_never_begins_is_given_up(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetcher_module, "_GIVE_UP_S", 0.5)
-    scene.publish(1)
-    lender, fetcher = scene.join(), scene.join()
-    assert scene.fetch(fetcher, 1, lender.lends_at) == NUM_BYTES
-    assert "must begin to fetch it within 0.5 s" in fetcher.lender_errors[0].reason
+    assert scene.fetch(last, 2, "ipc:///nobody/listens.sock", lender.lends_at) == NUM_BYTES
+    assert "no process listens" in last.lender_errors[0].reason
 
 
 def test_a_lender_whose_own_fetch_fails_holds_up_nobody(scene: Scene) -> None:
