@@ -138,7 +138,6 @@ class Rig:
 
 @contextmanager
 def started(kind: str, folder: Path, *, vllm: VllmEngineConfig = VLLM_CONFIG, **options: Any) -> Iterator[Rig]:
-    """A rig, with the environment that vLLM needs."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in engine_environment(vllm).items() if kind == "vllm" else ():
             patch.setenv(name, value)
@@ -148,7 +147,6 @@ def started(kind: str, folder: Path, *, vllm: VllmEngineConfig = VLLM_CONFIG, **
 
 
 def engine_processes() -> list[psutil.Process]:
-    """vLLM's processes among the descendants of this one."""
     return [child for child in psutil.Process().children(recursive=True) if "VLLM" in child.name()]
 
 

@@ -158,7 +158,6 @@ def checkpoint(store: AnyStore, step: int) -> int:
 
 
 def audit(counts: StoreCounts) -> None:
-    """Check that every accepted trajectory is in exactly one place."""
     complete = counts.ready + counts.claimed + counts.used
     over = sum(counts.outcome_members.values())
     assert counts.accepted == counts.open_members + GROUP_SIZE * complete - counts.short_members + over, counts

@@ -36,8 +36,6 @@ MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
 class MemoryWire:
-    """Channels of one hub."""
-
     def __init__(self) -> None:
         self._hub = ThreadedBroker()
 
@@ -108,7 +106,6 @@ def next_at_server(server: ServerChannel, *clients: ClientChannel) -> tuple[byte
 
 
 def next_at_client(client: ClientChannel) -> Frames:
-    """The next message at the client."""
     frames = client.receive(timeout_s=TIMEOUT_S)
     assert frames is not None, "the client received nothing"
     return frames

@@ -34,7 +34,6 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def real(rig: Rig) -> Rig:
-    """An engine that has a model."""
     if rig.kind == "scripted":
         pytest.skip("the scripted engine has no model")
     return rig

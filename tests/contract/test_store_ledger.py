@@ -43,7 +43,6 @@ def store(fresh_store: AnyStore) -> AnyStore:
 
 
 def train(store: AnyStore, *steps: int) -> list[StepEntry]:
-    """Commit steps of one group each. Returns their entries."""
     claims = [claim(store, step, 1) for step in steps]
     for each in claims:
         commit(store, each)
@@ -60,7 +59,6 @@ def archiver(store: AnyStore, tmp_path: Path) -> Iterator[Archiver]:
 
 
 def assert_whole(store: AnyStore, folder: Path, entries: list[StepEntry]) -> None:
-    """Check that readers of store and archive find each entry once."""
     archive = Archive(folder)
     for first in range(1, len(entries) + 2):
         assert whole_ledger(store, archive, first_step=first) == entries[first - 1 :]

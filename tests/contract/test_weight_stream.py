@@ -83,7 +83,6 @@ def server(snapshot_store: SnapshotStore, tmp_path: Path) -> Iterator[StreamServ
 
 
 def fetch_over(server: StreamServer, disturb: Disturb) -> tuple[WeightStream, DisturbedChannel]:
-    """Fetch the whole version over a disturbed channel and verify it."""
     channel = DisturbedChannel(server.address, disturb)
     stream = WeightStream(server.address, keys=KEYS, channel=channel, stall_s=STALL_S)
     update, packed = make_version(12, num_columns=COLUMNS)

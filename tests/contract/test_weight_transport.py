@@ -1,5 +1,3 @@
-"""Weight transport over Gloo."""
-
 import socket
 import time
 from collections.abc import Iterator
@@ -42,7 +40,6 @@ class Group:
         return OpenEpoch(epoch=epoch, members=members, host=host, port=port, timeout_s=timeout_s)
 
     def open_epoch(self, epoch: int, *, members: list[int]) -> None:
-        """Open an epoch with these receivers, in the order of their ranks."""
         opening = self.opening(epoch, num_members=len(members))
         joins = [
             self._threads.submit(self.receivers[member].open_epoch, opening, rank=index + 1)
@@ -194,7 +191,6 @@ def test_a_member_that_leaves_fails_the_broadcast_for_all(group: Group) -> None:
 
 
 def listening_ports() -> set[tuple[str, int]]:
-    """Address and port of every socket that this process listens at."""
     connections = psutil.Process().net_connections("tcp")
     return {tuple(each.laddr) for each in connections if each.status == psutil.CONN_LISTEN}
 

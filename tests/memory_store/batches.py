@@ -10,8 +10,6 @@ _RESUME = "start again with resume=true."
 
 
 class MemoryBatches(MemoryState):
-    """Operations on the learner's batches, see `Store`."""
-
     def claim(
         self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
     ) -> Claim | NotReady:

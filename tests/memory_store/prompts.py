@@ -30,8 +30,6 @@ from tests.memory_store.state import Group, Member, MemoryState, OpenEvaluation
 
 
 class MemoryPrompts(MemoryState):
-    """Operations on leases, trajectories, and evaluations, see `Store`."""
-
     def lease(
         self,
         *,
@@ -179,7 +177,6 @@ class MemoryPrompts(MemoryState):
         ]
 
     def _open_groups(self, *, until: int) -> list[Group]:
-        """Incomplete groups with members, the oldest first."""
         waiting = [self._groups[group_id] for group_id in (*self._leases, *map(str, self._returned))]
         first_at = {group.id: group.first_at for group in waiting if group.members}
         return [self._groups[group_id] for group_id in _lapsed(first_at, now=until)]

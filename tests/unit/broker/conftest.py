@@ -1,5 +1,3 @@
-"""Fixture of the router's tests."""
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -126,7 +126,6 @@ def archiver(store: FakeStore, clock: FakeClock, tmp_path: Path) -> Iterator[Arc
 
 
 def shards_in(folder: Path) -> list[list[str]]:
-    """Group ids of each shard."""
     archive = Archive(folder)
     ids = iter([stored.trajectory.group_id for stored in archive.read()])
     return [list(dict.fromkeys(next(ids) for _ in range(shard.rows))) for shard in archive.shards]
@@ -196,7 +195,6 @@ def test_a_full_disk_loses_neither_groups_nor_steps(archiver, store, tmp_path):
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps in the archive's ledger."""
     return [entry.step for entry in Archive(folder).steps()]
 
 

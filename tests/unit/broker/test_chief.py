@@ -200,8 +200,6 @@ def test_each_broker_offers_what_may_be_leased_to_its_share_of_the_generators(fi
 
 
 class CountedStore:
-    """Counts the calls of a store, by name."""
-
     def __init__(self, store: Any) -> None:
         self._store = store
         self.calls: Counter[str] = Counter()
@@ -217,7 +215,6 @@ class CountedStore:
 
 @pytest.fixture
 def crowd(tmp_path: Path) -> tuple[RouterScene, CountedStore, list[FakePeer]]:
-    """A router, its store, and ready generators."""
     scene = RouterScene(tmp_path)
     counted = CountedStore(scene.store)
     for part in (scene.router, scene.router._leases):

@@ -1,5 +1,3 @@
-"""Groups are divided among generators by their throughput."""
-
 import random
 from collections import deque
 from math import inf, isnan
@@ -71,7 +69,6 @@ class Scene:
         return [f"{lease.id}-0" for lease in leases]
 
     def measure(self, peer: Peer, *, count: int, seconds: float) -> None:
-        """Lease `count` groups together and complete them after `seconds`."""
         ids = self.lease(peer, count)
         self.clock.now += seconds
         self.shares.record_stored(peer, ids)

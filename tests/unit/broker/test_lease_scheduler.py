@@ -1,5 +1,3 @@
-"""Leases follow throughput and go only to generators with recent weights."""
-
 from pathlib import Path
 
 import msgspec
@@ -25,7 +23,6 @@ from tests.pictures import make_picture, make_picture_row
 
 
 def complete(scene: RouterScene, peer: FakePeer, prompts: Prompts, *, seconds: float) -> None:
-    """Complete all leased prompts after `seconds`."""
     scene.clock.now += seconds
     for prompt in prompts.prompts:
         for index in prompt.lease.indices:
@@ -57,7 +54,6 @@ def pair(scene: RouterScene) -> tuple[FakePeer, FakePeer]:
 
 
 def refusal(scene: RouterScene, peer: FakePeer) -> str:
-    """Reason of an empty answer to a request."""
     assert peer.exchange(LeaseRequest(max_trajectories=4)) == []
     scene.tick(1.0)
     (answer,) = [message for message in peer.receive() if isinstance(message, Prompts)]

@@ -1,5 +1,3 @@
-"""The router leases prompts, stores trajectories and tracks peers that join and leave."""
-
 from pathlib import Path
 from typing import Any
 

@@ -54,7 +54,6 @@ LIE = "its reward is another"
 
 
 def as_plain(message: Message, **changes: Any) -> dict[str, Any]:
-    """The message as a map, with changed or unknown fields."""
     return decode(encode(message), dict) | changes
 
 
@@ -258,8 +257,6 @@ def test_what_a_full_store_refuses_is_to_be_sent_again():
 
 
 class GuestPeer(FakePeer):
-    """A generator with the key of a guest."""
-
     def __init__(self, hosted: RouterScene, name: str, *, role: str = "generator", key: str = "") -> None:
         client = hosted.hub.client
         hosted.hub.client = lambda: client(guest=key or name)  # type: ignore[method-assign]

@@ -1,5 +1,3 @@
-"""Sampling: prompt order, samplers, and what a step claims or waits for."""
-
 import json
 from collections import Counter
 from typing import Any

@@ -1,5 +1,3 @@
-"""The dataset reads rows as they were written and refuses invalid files with one sentence."""
-
 import datetime
 import gzip
 import json

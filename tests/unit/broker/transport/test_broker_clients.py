@@ -101,7 +101,6 @@ def scene() -> Iterator[Scene]:
 
 @pytest.fixture
 def joined(scene: Scene) -> Scene:
-    """The learner has joined both brokers."""
     for broker in BROKERS:
         scene.welcome(broker, BROKERS)
     return scene
@@ -200,7 +199,6 @@ def test_no_broker_is_joined_once_the_learner_leaves(scene: Scene):
 
 @pytest.fixture
 def ports() -> Iterator[str]:
-    """Three ports in a row that are free."""
     for first in range(20000, 30000, 3):
         with ExitStack() as stack:
             try:

@@ -1,5 +1,3 @@
-"""A client rejoins after a loss of the broker and resends until acknowledged."""
-
 import asyncio
 import queue
 import threading
@@ -49,8 +47,6 @@ ANNOUNCED = {BEST: "tcp://10.0.0.1:20000", SECOND: "tcp://10.0.0.1:20001"}
 
 
 class FakeBroker:
-    """A broker driven by the test."""
-
     def __init__(self, server: MemoryServerChannel) -> None:
         self.server = server
         self.identity = b""

@@ -1,5 +1,3 @@
-"""Flat buckets hold tensors exactly, in order and aligned, and checksums detect any change."""
-
 import mmap
 import subprocess
 import sys

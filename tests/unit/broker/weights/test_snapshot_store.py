@@ -1,5 +1,3 @@
-"""The snapshot store prunes old versions, and host weights are updated from it."""
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -39,7 +37,6 @@ def update_to(weights: HostWeights, store: SnapshotStore, version: int, *, with_
 
 
 def files(store: SnapshotStore) -> dict[int, list[str]]:
-    """Kinds of files by version."""
     folders = {version: store.folder / snapshots.folder_name(version) for version in snapshots.versions(store.folder)}
     return {version: sorted({file.name.split("-")[0] for file in each.iterdir()}) for version, each in folders.items()}
 

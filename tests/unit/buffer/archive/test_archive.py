@@ -1,5 +1,3 @@
-"""Reading an archive, complete or damaged."""
-
 import errno
 from contextlib import closing
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Columns: finished groups to a table and back."""
-
 from pathlib import Path
 from typing import Any
 

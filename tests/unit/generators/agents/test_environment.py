@@ -139,7 +139,6 @@ def test_a_field_may_be_named_like_one_of_the_protocol_and_all_answers_share_the
 
 
 def test_concurrent_answers_share_a_process_and_are_told_apart():
-    """Each row of 16 is rewarded with its own number, and its answer is what the endpoint wrote for it."""
     runner = make_runner(WritingEngine(["it is 42"] * 16), generators={"agent": environment("counting")})
 
     async def answer_all() -> list[Trajectory]:
