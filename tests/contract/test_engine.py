@@ -1,5 +1,3 @@
-"""Contract of every engine: scripted, transformers and vLLM."""
-
 import asyncio
 import math
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""Contract of every engine with a model, when an adapter is trained on top of it."""
-
 import asyncio
 import copy
 from collections.abc import Iterable, Iterator

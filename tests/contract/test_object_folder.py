@@ -1,5 +1,3 @@
-"""Folders in an object store, on a mounted folder and on S3: complete or ignored, wherever an upload stops."""
-
 import threading
 import time
 from collections.abc import Iterator

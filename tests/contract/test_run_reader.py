@@ -1,5 +1,3 @@
-"""RunReader answers every question about a run: live, finished, without its store, from its archive, or damaged."""
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple

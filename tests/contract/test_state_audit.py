@@ -1,5 +1,3 @@
-"""The state audit finds each contradiction planted in a sound store."""
-
 import pytest
 import redis
 

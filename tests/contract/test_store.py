@@ -1,5 +1,3 @@
-"""Every store: the run, leases, trajectories, claims, steps, evaluations, finished groups."""
-
 import threading
 
 import pytest

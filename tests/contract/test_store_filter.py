@@ -1,5 +1,3 @@
-"""Every store: groups without a signal are rejected when complete, and rows outside of the curriculum are skipped."""
-
 import pytest
 
 from slipstream.buffer.accounting import StoreCounts

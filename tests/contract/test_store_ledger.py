@@ -1,6 +1,3 @@
-"""The step ledger moves from the store to the archive: each step is in exactly one of them for every reader, and the
-store keeps what a resume needs."""
-
 from collections.abc import Iterator
 from pathlib import Path
 

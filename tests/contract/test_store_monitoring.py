@@ -1,5 +1,3 @@
-"""Every store: role reports, events, metrics, the queue by age; live brokers, their chief, and its fence."""
-
 from collections.abc import Callable
 
 import pytest

@@ -1,5 +1,3 @@
-"""Every store: samplers, reuse, staleness, incomplete groups, counters of training, and guests in quarantine."""
-
 import pytest
 
 from slipstream.buffer.errors import StaleFenceError

@@ -1,5 +1,3 @@
-"""A snapshot store read over ZeroMQ: despite damage in transit the result is right, or an error is raised in time."""
-
 import socket
 import time
 from collections.abc import Callable, Iterator

@@ -1,3 +1,5 @@
+"""Fixture of the router's tests."""
+
 from collections.abc import Iterator
 from pathlib import Path
 

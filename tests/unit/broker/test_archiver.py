@@ -1,5 +1,3 @@
-"""The archiver writes shards and steps when they are due and loses nothing after errors of the store or the disk."""
-
 import time
 from collections.abc import Iterator
 from functools import partial

@@ -1,5 +1,3 @@
-"""Several routers on one store: the shared work, and messages to peers about other brokers."""
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""A rejected peer receives the reason in one sentence, and the run's events and log show it."""
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""An auditor with its own model: honest answers pass, and each kind of lie shows in the sum of its checks."""
-
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The learner's clients: one for each broker, and one list of members."""
-
 import re
 import socket
 import time
