@@ -166,18 +166,12 @@ def test_a_broker_that_hung_returns_no_lease_of_a_generator_that_went_on_to_anot
     assert first.store.roles()["g0"]["state"] == "ready"
 
 
-def test_a_request_to_drain_reaches_the_generator_of_another_broker(first, second):
-    peers = FakePeer(first, "generator", "g0"), FakePeer(second, "generator", "g1")
-    first.store.request("broker", "drain/g1", str(first.store.now() + 60))
-    tick(first, second)
-    drained = [[each for each in peer.receive() if isinstance(each, Drain)] for peer in peers]
-    assert drained == [[], [Drain("drain requested")]]
-
-
-def test_a_request_to_drain_outlives_the_broker_that_has_sent_the_order(first, second):
-    FakePeer(second, "generator", "g0")
+def test_a_request_to_drain_reaches_the_generator_of_another_broker_and_outlives_that_broker(first, second):
+    other, before = FakePeer(first, "generator", "g1"), FakePeer(second, "generator", "g0")
     first.store.request("broker", "drain/g0", str(first.store.now() + 60))
-    tick(second)
+    tick(first, second)
+    drained = [[each for each in peer.receive() if isinstance(each, Drain)] for peer in (other, before)]
+    assert drained == [[], [Drain("drain requested")]]
     # That broker and its order are lost; the generator moves here.
     peer = FakePeer(first, "generator", "g0")
     tick(first)

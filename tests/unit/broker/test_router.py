@@ -38,18 +38,14 @@ DRAIN_G0 = "drain/g0"
 UNAVAILABLE = StoreUnavailableError("it does not answer")
 
 
-def test_a_hello_is_answered_with_the_whole_config_and_the_models_fingerprint(tmp_path: Path):
+def test_a_hello_gets_config_and_fingerprint_and_prompts_are_leased_up_to_the_pacing_limit(tmp_path: Path):
     scene = RouterScene(tmp_path, model=ModelFingerprint(vocab_size=41))
-    (welcome,) = FakePeer(scene, "generator", "g0").receive()
+    peer = FakePeer(scene, "generator", "g0")
+    (welcome,) = peer.receive()
     assert isinstance(welcome, Welcome)
     assert (welcome.config_json, welcome.model.vocab_size) == (scene.config_json, 41)
     assert (welcome.store_url, welcome.living) == ("", None)
-
-
-def test_prompts_are_leased_up_to_the_pacing_limit_and_then_refused_with_the_reason(scene: RouterScene):
-    peer = scene.join()
-    prompts = peer.lease().prompts
-    assert [p.lease.group_id for p in prompts] == ["0", "1"]
+    assert [p.lease.group_id for p in peer.lease().prompts] == ["0", "1"]
     assert peer.exchange(LeaseRequest(max_trajectories=4)) == []
     scene.tick(1.0)
     (answer,) = peer.receive()

@@ -75,16 +75,15 @@ def test_many_calls_are_in_flight_in_one_worker_and_keep_to_the_rate(address: st
     assert time.monotonic() - started_at >= 3 * 0.1 + 0.2
 
 
-@cases(
-    "answer, words",
-    ("no idea", "must write a score that matches the pattern, got 'no idea'"),
-    ("crash", "500"),
-    ("odd", "must answer in OpenAI's format, got KeyError"),
-)
-def test_a_judge_without_a_score_is_an_error(address: str, answer: str, words: str):
-    (reward,) = judge(address, [make_input(answer)])
-    assert (reward.status, reward.total) == ("error", 0.0)
-    assert words in reward.detail
+def test_a_judge_without_a_score_is_an_error(address: str):
+    refusals = {
+        "no idea": "must write a score that matches the pattern, got 'no idea'",
+        "crash": "500",
+        "odd": "must answer in OpenAI's format, got KeyError",
+    }
+    for reward, words in zip(judge(address, [*map(make_input, refusals)]), refusals.values(), strict=True):
+        assert (reward.status, reward.total) == ("error", 0.0)
+        assert words in reward.detail
 
 
 def compare(address: str, answers: list[str], *, template="ANSWER PAIR {a} {b}", **arguments: Any) -> list[Reward]:
