@@ -2,7 +2,6 @@ import threading
 
 import pytest
 
-from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import RunConflictError, StaleFenceError
 from slipstream.buffer.records import CheckpointPointer, Insertion, Lease
 from slipstream.buffer.sampling import FileShare, NotReady, row_of
@@ -242,17 +241,25 @@ def test_an_answer_of_no_lease_or_that_does_not_fit_it_is_refused(store):
     lease(store)
     stray = make_packed("e:0", 0, purpose="greedy", group_size=1, attempt=1)
     assert store.insert([stray]) == [refused("unknown_lease")]
+    others = [("nobody:0", "greedy"), ("e:1", "greedy"), ("e:0", "sampled"), ("0", "greedy"), ("e:0", "train")]
+    strays = [make_packed(group_id, 0, purpose=purpose, group_size=1) for group_id, purpose in others]
+    assert store.insert(strays) == [refused("unknown_group")] * 5
+    assert store.evaluation("nobody") is None
+    store.open_evaluation("of nothing", purpose="greedy", version=0, rows=[])
+    assert store.evaluation("of nothing").is_complete
 
 
-def test_of_many_trajectories_each_has_its_own_outcome_in_order(store):
+def test_of_many_trajectories_each_has_its_own_outcome_in_order_and_is_fetched_by_its_index(store):
     leases = lease(store, 150)
-    whole = [answer(each, index) for each in leases for index in range(GROUP_SIZE)]
-    insertions = store.insert([*whole, make_packed("150", 0), whole[0]])
+    first, second, *others = whole = [answer(each, index) for each in leases for index in range(GROUP_SIZE)]
+    insertions = store.insert([second, first, *others, make_packed("150", 0), whole[0]])
     assert insertions == [INSERTED, READY] * 150 + [refused("unknown_group"), DUPLICATE]
     counts = store.counts()
     assert (counts.ready, counts.open, counts.leased, counts.accepted) == (150, 0, 0, 300)
-    stored = [payload for group in store.fetch([each.group_id for each in leases]) for payload in group]
-    assert stored == [payload for _, payload in whole]
+    groups = store.fetch([each.group_id for each in leases])
+    assert [payload for group in groups for payload in group] == [payload for _, payload in whole]
+    with pytest.raises(StaleFenceError, match="group 777"):
+        store.fetch(["0", "777"])
 
 
 @pytest.mark.parametrize("stage", ["claimed", "used", "retired"])
@@ -297,18 +304,6 @@ def test_fifo_claims_the_groups_that_were_ready_first_all_or_none_and_asking_aga
     with pytest.raises(StaleFenceError):
         commit(store, lost)
     assert store.counts().claimed == 3
-
-
-def test_fetch_returns_each_groups_members_by_index(store):
-    (each,) = lease(store)
-    store.insert([answer(each, 1), answer(each, 0)])
-    make_ready(store, 40)
-    groups = store.fetch([str(ordinal) for ordinal in range(41)])
-    assert len(groups) == 41
-    members = [unpack(payload) for payload in groups[0]]
-    assert [(member.group_id, member.index) for member in members] == [("0", 0), ("0", 1)]
-    with pytest.raises(StaleFenceError, match="group 77"):
-        store.fetch(["0", "77"])
 
 
 def test_a_lapsed_claim_is_fenced_off_and_its_groups_come_back_in_order(store, clock):
@@ -488,21 +483,6 @@ def test_each_sample_of_an_evaluation_row_is_a_separate_answer(store, clock):
     outcomes = store.insert([answer(each, attempt=each.attempt) for each in (again, *leases[3:6])])
     assert [each.group_is_ready for each in outcomes] == [False, False, False, True]
     assert (store.evaluation("e").accuracy, store.evaluation("e").is_complete) == (2 / 6, True)
-
-
-def test_answers_to_no_row_of_an_evaluation_are_refused(store):
-    assert store.evaluation("nobody") is None
-    store.open_evaluation("e", purpose="greedy", version=0, rows=[0])
-    stray = [
-        make_packed("nobody:0", 0, purpose="greedy", group_size=1),
-        make_packed("e:1", 0, purpose="greedy", group_size=1),
-        make_packed("e:0", 0, purpose="sampled", group_size=1),
-        make_packed("0", 0, purpose="greedy", group_size=1),
-        make_packed("e:0", 0, purpose="train", group_size=1),
-    ]
-    assert store.insert(stray) == [refused("unknown_group")] * 5
-    store.open_evaluation("of nothing", purpose="greedy", version=0, rows=[])
-    assert store.evaluation("of nothing").is_complete
 
 
 def test_an_evaluation_accepts_answers_only_from_its_version(store):

@@ -70,16 +70,6 @@ def test_a_used_group_is_claimed_again_until_it_has_had_its_uses(reusing):
     assert [group.steps for group in reusing.finished(limit=9)] == [[1, 2, 3], [2, 3, 4]]
 
 
-def test_a_checkpoint_keeps_reusable_groups_until_the_run_ends(reusing):
-    make_ready(reusing, 2)
-    take_step(reusing, 1, 2)
-    assert checkpoint(reusing, 1) == 0
-    assert reusing.counts().reusable == 2
-    reusing.set_phase("finishing")
-    assert checkpoint(reusing, 1) == 2
-    assert reusing.counts().outcomes == {"retired": 2}
-
-
 def test_a_roll_back_undoes_exactly_the_uses_after_the_checkpoint(reusing):
     make_ready(reusing, 2)
     take_step(reusing, 1, 1, SamplingRules())

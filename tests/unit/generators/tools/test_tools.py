@@ -158,18 +158,14 @@ def service() -> Iterator[str]:
         yield f"{address}/retrieve"
 
 
-def test_a_service_is_asked_in_search_r1s_form(service: str):
+def test_a_service_is_asked_in_search_r1s_form_and_its_failures_are_read_by_the_model_and_counted(service: str):
     text, _ = shown(service, [ASK, "<answer>so</answer>"], num_passages=2)
     assert "<information>Doc 1(Title: Bonn) A city.\nDoc 2(Title: Bonn) A city.</information>" in text
     assert Service.requests[-1] == {"queries": ["danube"], "topk": 2, "return_scores": True}
-
-
-@pytest.mark.parametrize("query", ["broken", "gone"])
-def test_a_service_that_fails_is_read_by_the_model_and_counted(service: str, query: str):
-    address = service if query == "broken" else "http://127.0.0.1:9/retrieve"
-    text, trajectory = shown(address, [f"<search>{query}</search>", "<answer>so</answer>"])
-    assert f"<information>error: the search at {address} must answer in the format of Search-R1's" in text
-    assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (1, 1)
+    for address, query in ((service, "broken"), ("http://127.0.0.1:9/retrieve", "gone")):
+        text, trajectory = shown(address, [f"<search>{query}</search>", "<answer>so</answer>"])
+        assert f"<information>error: the search at {address} must answer in the format of Search-R1's" in text
+        assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (1, 1)
 
 
 CITY = {"type": "string", "description": "Name of the city."}
