@@ -427,7 +427,7 @@ def test_what_a_lease_does_not_ask_for_is_refused(hosted: RouterScene, fields: d
     assert sum(hosted.store.counts().refused.values()) == 1
 
 
-def test_a_guest_answers_its_own_leases_and_is_its_own_generator_and_nothing_else(hosted: RouterScene):
+def test_a_guest_answers_its_own_leases_as_itself_until_any_broker_has_quarantined_it(hosted: RouterScene):
     owned, guest = own(hosted), join(hosted)
     (prompt, *_) = owned.lease().prompts
     (nack,) = send_all(guest, answer(prompt, 0))
@@ -436,6 +436,12 @@ def test_a_guest_answers_its_own_leases_and_is_its_own_generator_and_nothing_els
         (refusal,) = peer.receive()
         assert isinstance(refusal, Refuse)
         assert refusal.reason.startswith("a guest must be a generator named 'alice', got")
+    (prompt, *_) = guest.lease().prompts
+    hosted.store.quarantine_guest("mallory", reason="lies")
+    answers = send_all(guest, answer(prompt, 0, version_spans=[VersionSpan(6, 0)]))
+    assert "guest_quarantined" in [each.reason for each in answers if isinstance(each, Nack)]
+    assert any(isinstance(each, Drain) for each in answers)
+    assert hosted.store.quarantined_guests() == {"mallory": "lies"}
 
 
 def test_a_guest_fetches_deltas_and_its_word_of_lenders_counts_for_nothing(hosted: RouterScene):
@@ -448,17 +454,6 @@ def test_a_guest_fetches_deltas_and_its_word_of_lenders_counts_for_nothing(hoste
     guest.exchange(UpdateApplied(0, 1, Member("mallory", "1"), lender_errors=accused))
     (relayed,) = [message for message in learner.receive() if isinstance(message, UpdateApplied)]
     assert relayed.lender_errors == []
-
-
-def test_a_guest_that_another_broker_has_quarantined_ends_here_with_its_next_answer(hosted: RouterScene):
-    own(hosted)
-    guest = join(hosted)
-    (prompt, *_) = guest.lease().prompts
-    hosted.store.quarantine_guest("mallory", reason="lies")
-    answers = send_all(guest, answer(prompt, 0, version_spans=[VersionSpan(6, 0)]))
-    assert "guest_quarantined" in [each.reason for each in answers if isinstance(each, Nack)]
-    assert any(isinstance(each, Drain) for each in answers)
-    assert hosted.store.quarantined_guests() == {"mallory": "lies"}
 
 
 HONEST = AnswerCheck("0-0-0", num_tokens=100, logprob_diff=1.0, own_logprob_diff=0.01, surplus=2.0, variance=20.0)
