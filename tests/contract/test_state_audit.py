@@ -66,23 +66,19 @@ def snapshot(store, *commands: tuple) -> Snapshot:
     (("HINCRBY", "counters", "open_members", "1"), "counters: the store has {'open_members': 2"),
     (("HINCRBY", "counters", "payload_bytes", "-1"), "counters"),
     (("HINCRBY", "run", "admitted", "1"), "groups admitted: the store has 7"),
-)
-def test_keys_that_contradict_each_other_are_found(store, command, words):
-    assert find_state_problems(snapshot(store)) == []
-    assert any(words in problem for problem in find_state_problems(snapshot(store, command)))
-
-
-@cases(
-    "command, words",
+    # Progress that the ledger contradicts.
     (("HSET", "run", "version", "3"), "version 3 is committed, the newest step is 2"),
     (("HSET", "run", "checkpoint", encode(CheckpointPointer(3, 3, "step-3"))), "covers step 3"),
     (("HSET", "run", "consumed", "3"), "progress: the store has {'consumed': 3"),
     (("HSET", "run", "uses", "3"), "'uses': 3"),
     (("HINCRBY", "counters", "trained", "-2"), "'trained': 2}"),
 )
-def test_progress_that_the_ledger_contradicts_is_found(store, command, words):
-    assert find_progress_problems(snapshot(store)) == []
-    assert any(words in problem for problem in find_progress_problems(snapshot(store, command)))
+def test_keys_that_contradict_each_other_or_the_ledger_are_found(store, command, words):
+    def problems(found: Snapshot) -> list[str]:
+        return [*find_state_problems(found), *find_progress_problems(found)]
+
+    assert problems(snapshot(store)) == []
+    assert any(words in problem for problem in problems(snapshot(store, command)))
 
 
 def test_an_end_that_the_learners_journals_contradict_is_found(store):

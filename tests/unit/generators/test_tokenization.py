@@ -38,8 +38,6 @@ def test_a_prompt_that_cannot_be_encoded_is_an_error(prompt: Any, complaint: str
         PromptEncoder(make_tokenizer(), max_prompt_tokens=6).encode(make_prompt(prompt))
 
 
-NUM_DIALOGUES = 1_700
-"""For each template."""
 PIECES = [*"+Ä中🙂<:", "the", " answer", "\n", "\n\n", " ", "42", "tool", "</think>", "  ", "\t", "e\u0301"]
 
 
@@ -54,7 +52,7 @@ def test_dialogues_are_the_tokens_of_the_template_around_the_tokens_of_the_model
     rng = random.Random(family)
     end_id = tokenizer.convert_tokens_to_ids(end)
     roles = ["user"] if family in ("gemma", "gpt-oss", "gemma4") else ["user", "tool"]
-    for _ in range(NUM_DIALOGUES):
+    for _ in range(500):
         messages = [{"role": "user", "content": a_text(rng)}]
         token_ids, _ = encoder.encode(make_prompt(messages))
         turns = []
