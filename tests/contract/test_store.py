@@ -132,22 +132,6 @@ def test_an_owner_returns_only_its_own_leases(store):
     assert (store.counts().leased, store.counts().returned) == (2, 3)
 
 
-def test_leases_lapse_unless_their_owner_renews_them_by_name(store, clock):
-    kept, lost = lease(store, 2, lease_s=10)
-    (foreign,) = lease(store, 1, owner="other", lease_s=10)
-    clock.now += 9
-    named = [kept.id, kept.id, foreign.id, "77-0"]
-    assert renew(store, named, lease_s=10) == 1
-    assert store.reap() == []
-    clock.now += 1
-    assert store.reap() == [
-        f"lease {lost.id} of generator-0 lapsed: its prompt will be leased again",
-        f"lease {foreign.id} of other lapsed: its prompt will be leased again",
-    ]
-    assert store.counts().leased == 1
-    assert renew(store, [foreign.id], owner="other", lease_s=10) == 0
-
-
 @pytest.mark.parametrize("jump_s", [86400.0, -86400.0])
 def test_leases_claims_and_open_groups_keep_their_time_when_the_clock_is_set(store, clock, jump_s):
     late = DropShortConfig(after_s=30.0)

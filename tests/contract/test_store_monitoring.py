@@ -53,7 +53,10 @@ def test_one_heartbeat_of_many_renews_the_leases_of_each_owner_and_reports_its_r
     stolen = [leases[1].id for leases in held.values()]
     beats = [
         Heartbeat(
-            owner, {"state": "ready", "lags": {"of": [number]}}, owner, [leases[0].id, stolen[number - 1], "777-0"]
+            owner,
+            {"state": "ready", "lags": {"of": [number]}},
+            owner,
+            [leases[0].id] * 2 + [stolen[number - 1], "777-0"],
         )
         for number, (owner, leases) in enumerate(held.items())
     ]
@@ -62,7 +65,9 @@ def test_one_heartbeat_of_many_renews_the_leases_of_each_owner_and_reports_its_r
     assert store.roles()["generator-70"] == {"state": "ready", "lags": {"of": [70]}, "reported_at": clock.now}
     assert len(store.roles()) == 101
     clock.now += 2
-    assert len(store.reap()) == 100, "second leases"
+    lapsed = store.reap()
+    assert len(lapsed) == 100, "second leases"
+    assert f"lease {stolen[0]} of generator-0 lapsed: its prompt will be leased again" in lapsed
     assert store.counts().leased == 100
 
 

@@ -122,34 +122,23 @@ def test_variables_follow_device_and_settings():
     assert "TORCHDYNAMO_DISABLE" not in environment_of("cpu", enforce_eager=False)
 
 
-class Scene:
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.watchdog = StepWatchdog(limit_s=10.0, clock=lambda: self.now)
-
-    def check(self, *, after_s: float, steps: int, requests: int = 1, is_paused: bool = False) -> None:
-        self.now += after_s
-        self.watchdog.check(EngineLoad(num_open=requests, num_steps=steps), is_paused=is_paused)
-
-
-def test_an_engine_without_a_step_while_requests_are_open_is_dead():
-    scene = Scene()
-    for step in range(20):
-        scene.check(after_s=9.0, steps=step)
-    scene.check(after_s=10.0, steps=19)
-    with pytest.raises(EngineDiedError, match=r"within 10 s .* 64 open"):
-        scene.check(after_s=0.1, steps=19, requests=64)
-
-
 @pytest.mark.parametrize("idle", [{"requests": 0}, {"is_paused": True}])
-def test_time_without_work_does_not_count(idle):
-    scene = Scene()
-    scene.check(after_s=1.0, steps=7)
-    scene.check(after_s=9.0, steps=7)
-    scene.check(after_s=100.0, steps=7, **idle)
-    scene.check(after_s=9.0, steps=7)
-    with pytest.raises(EngineDiedError):
-        scene.check(after_s=2.0, steps=7)
+def test_an_engine_without_a_step_while_requests_are_open_is_dead_and_time_without_work_does_not_count(idle):
+    now = 0.0
+    watchdog = StepWatchdog(limit_s=10.0, clock=lambda: now)
+
+    def check(after_s: float, *, steps: int, requests: int = 1, is_paused: bool = False) -> None:
+        nonlocal now
+        now += after_s
+        watchdog.check(EngineLoad(num_open=requests, num_steps=steps), is_paused=is_paused)
+
+    for step in range(20):
+        check(9.0, steps=step)
+    check(9.0, steps=19)
+    check(100.0, steps=19, **idle)
+    check(10.0, steps=19)
+    with pytest.raises(EngineDiedError, match=r"within 10 s .* 64 open"):
+        check(0.1, steps=19, requests=64)
 
 
 @pytest.fixture(autouse=True)
