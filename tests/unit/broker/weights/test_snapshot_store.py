@@ -61,24 +61,21 @@ def test_old_versions_lose_their_buckets_first(store: SnapshotStore) -> None:
     assert store.newest() == 5
 
 
-def test_a_version_is_found_by_its_checksum_and_not_rewritten(store: SnapshotStore) -> None:
+def test_a_version_is_found_by_its_checksum_and_not_rewritten_and_an_older_one_deletes_the_newer(
+    store: SnapshotStore,
+) -> None:
     assert (store.newest(), store.find("ab")) == (None, None)
     fill(store, [3, 7])
     assert store.find(flat.combine(make_version(3, moved=300)[0].checksums)) == 3
     assert store.find("ab") is None
-    fill(store, [1])
-    before = (store.folder / "version-00000001").stat().st_ino
-    fill(store, [1])
-    assert (store.folder / "version-00000001").stat().st_ino == before
-
-
-def test_putting_an_older_version_deletes_the_newer_ones(store: SnapshotStore) -> None:
-    fill(store, [1, 2, 3, 4])
-    update, packed = make_version(2, seed=9)
+    fill(store, [2, 1, 4])
+    before = (store.folder / "version-00000004").stat().st_ino
+    fill(store, [4])
+    assert (store.folder / "version-00000004").stat().st_ino == before
+    update, packed = make_version(4, seed=9)
     store.put(update, packed, with_delta=True)
-    assert store.newest() == 2
-    assert store.find(flat.combine(update.checksums)) == 2
-    assert snapshots.versions(store.folder) == [1, 2]
+    assert (store.newest(), store.find(flat.combine(update.checksums))) == (4, 4)
+    assert snapshots.versions(store.folder) == [1, 4]
 
 
 def test_buckets_that_do_not_match_the_update_are_refused(store: SnapshotStore) -> None:

@@ -76,7 +76,7 @@ def contexts(trajectory: Trajectory) -> list[tuple[str, list[str]]]:
     return found
 
 
-def test_two_turns():
+def test_two_turns_are_the_tokens_that_were_sampled():
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
         first = await ask(QUESTION, logprobs=True)
         own = first.choices[0]
@@ -86,10 +86,13 @@ def test_two_turns():
         usage = (await ask([*QUESTION, own.message.to_dict(), user("are you sure?")])).usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt + one + between), len(two))
 
-    one, two = ids("it is 42<|im_end|>"), ids("42 it is<|im_end|>")
+    # Letter by letter: encoding the message again would give other ids.
+    odd = [token for letter in "it is 42" for token in ids(letter)]
+    assert odd != ids("it is 42")
+    one, two = [*odd, *ids("<|im_end|>")], ids("42 it is<|im_end|>")
     prompt = TOKENIZER.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
     between = ids("\n" + opened("are you sure?"))
-    trajectory = talk(loop, ["it is 42", "42 it is"])
+    trajectory = talk(loop, [odd, "42 it is"])
     assert trajectory.token_ids.tolist() == prompt + one + between + two
     assert (trajectory.context_starts, trajectory.num_turns, trajectory.stop_reason) == ([], 2, "stop")
     (sample,) = Scene.scorer.samples
@@ -153,20 +156,6 @@ def test_a_request_and_a_row_set_variables_of_the_template():
     first, second = tokenizer.decode(trajectory.token_ids).split("42<|im_end|>")
     assert first.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert second == "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>"
-
-
-def test_tokens_that_no_text_is_encoded_to_stay_as_they_were_sampled():
-    # "it is 42", letter by letter: encoding the message again would give other ids.
-    odd = [token for letter in "it is 42" for token in ids(letter)]
-    assert odd != ids("it is 42")
-
-    async def loop(ask: Any, client: Any, episode: Episode) -> None:
-        first = await ask(QUESTION)
-        await ask([*QUESTION, {"role": "assistant", "content": first.choices[0].message.content}, user("so?")])
-
-    trajectory = talk(loop, [odd, "yes"])
-    assert [*odd, *ids("<|im_end|>")] == trajectory.token_ids[trajectory.model_mask][: len(odd) + 1].tolist()
-    assert trajectory.context_starts == []
 
 
 def test_calls_go_out_as_tool_calls_and_their_results_come_back():
