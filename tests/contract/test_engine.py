@@ -146,32 +146,23 @@ def test_log_probabilities_are_those_of_the_tokens_that_min_p_keeps(real: Rig):
         assert found.logprobs == pytest.approx([kept[found.token_ids[0]].item()], abs=TOLERANCE)
 
 
-def test_a_probe_beside_running_requests_gives_the_same_values(real: Rig):
-    async def scenario() -> tuple[list[float], list[float]]:
-        alone = await real.engine.prompt_logprobs(PROMPTS[3])
-        running = asyncio.create_task(real.generate([PROMPT] * 8, [make_sampling(s, max_tokens=40) for s in range(8)]))
-        await asyncio.sleep(0.01)
-        beside = await real.engine.prompt_logprobs(PROMPTS[3])
-        await running
-        return alone, beside
-
-    alone, beside = real.run(scenario())
-    assert beside == pytest.approx(alone, abs=TOLERANCE)
-
-
-def test_a_probe_samples_as_generate_does_and_waits_for_no_response(rig: Rig):
+def test_a_probe_beside_running_requests_gives_the_same_values_and_waits_for_no_response(rig: Rig):
     prompts, sampling = [PROMPT, PROMPTS[3]], make_sampling(5, max_tokens=4)
 
-    async def scenario() -> tuple[list[Completion], list[Completion]]:
+    async def scenario() -> tuple[list[float], list[float], list[Completion], list[Completion]]:
+        alone = await rig.engine.prompt_logprobs(PROMPTS[3])
         samplings = [make_sampling(seed, max_tokens=100) for seed in range(64)]
         running = asyncio.create_task(rig.generate([PROMPT] * 64, samplings))
         await asyncio.sleep(0)
         sampled = await rig.engine.sample_probe(prompts, sampling)
         assert not running.done()
+        beside = await rig.engine.prompt_logprobs(PROMPTS[3])
         await running
-        return sampled, await rig.generate(prompts, [sampling] * 2)
+        return alone, beside, sampled, await rig.generate(prompts, [sampling] * 2)
 
-    for sampled, expected in zip(*rig.run(scenario()), strict=True):
+    alone, beside, *both = rig.run(scenario())
+    assert beside == pytest.approx(alone, abs=TOLERANCE)
+    for sampled, expected in zip(*both, strict=True):
         assert (sampled.token_ids, sampled.version_spans) == (expected.token_ids, expected.version_spans)
         assert sampled.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
 
@@ -192,25 +183,20 @@ def test_generated_logprobs_are_those_of_the_sampling_distribution(real: Rig, ch
             assert completion.token_ids == logits.argmax(-1).tolist(), "greedy takes the likeliest"
 
 
-def test_updates_bring_version_and_weights(rig: Rig):
+def test_updates_bring_version_and_weights_and_a_corrupted_one_leaves_those_before(rig: Rig):
     for version in range(7):
         assert 0 <= rig.run(rig.publish(make_tiny_module(seed=version + 1), version=version)) < 20
         assert rig.engine.version == version
-    (completion,) = rig.run(rig.generate([PROMPT], [make_sampling()]))
-    assert completion.version_spans == [VersionSpan(0, 6)]
-    assert_prompt_logprobs_agree(rig)
-
-
-def test_a_corrupted_version_is_rejected_and_the_old_version_stays(rig: Rig):
-    before = rig.engine.version
-    with pytest.raises(WeightTransferError, match="checksum"):
-        rig.run(rig.publish(make_tiny_module(seed=9), version=before + 1, is_corrupted=True))
-    assert rig.engine.version == before
-    (completion,) = rig.run(rig.generate([PROMPT], [make_sampling()]))
-    assert completion.version_spans == [VersionSpan(0, before)]
-    assert_prompt_logprobs_agree(rig)
-    rig.run(rig.publish(make_tiny_module(seed=9), version=before + 1))
-    assert rig.engine.version == before + 1
+    for is_corrupted in (False, True):
+        if is_corrupted:
+            with pytest.raises(WeightTransferError, match="checksum"):
+                rig.run(rig.publish(make_tiny_module(seed=9), version=7, is_corrupted=True))
+        assert rig.engine.version == 6
+        (completion,) = rig.run(rig.generate([PROMPT], [make_sampling()]))
+        assert completion.version_spans == [VersionSpan(0, 6)]
+        assert_prompt_logprobs_agree(rig)
+    rig.run(rig.publish(make_tiny_module(seed=9), version=7))
+    assert rig.engine.version == 7
 
 
 def test_requests_in_flight_survive_an_update_and_their_spans_are_exact(rig: Rig):

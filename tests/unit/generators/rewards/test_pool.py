@@ -37,25 +37,17 @@ def statuses(responses: list[str], **settings: Any) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_each_sample_gets_its_own_reward(num_workers: int):
-    async def use(pool: RewardPool) -> None:
-        rewards = await asyncio.gather(*(pool.score(sample(r)) for r in ["", "raise x", "nan", "print", ""]))
-        assert [r.status for r in rewards] == ["ok", "error", "error", "ok", "ok"]
-        assert rewards[0] == Reward(total=0.5)
-        assert rewards[1].detail.startswith("ValueError: no good: x, at ")
-
-    use_pool(use, num_workers=num_workers)
-
-
-@pytest.mark.parametrize("content", [object(), "half \ud83d"])
-def test_an_answer_that_cannot_be_sent_to_a_worker_is_an_error_and_the_others_are_scored(content: object):
-    async def use(pool: RewardPool) -> None:
-        odd = msgspec.structs.replace(sample(), messages=[{"role": "user", "content": content}])
-        rewards = await asyncio.gather(*(pool.score(each) for each in [sample(), odd, sample()]))
-        assert [r.status for r in rewards] == ["ok", "error", "ok"]
-        assert rewards[1].detail.startswith("the reward's input from an agent must be plain text and numbers, got ")
-
-    use_pool(use)
+def test_each_sample_gets_its_own_reward_and_one_that_cannot_be_sent_to_a_worker_an_error(num_workers: int):
+    samples = [sample(response) for response in ("", "raise x", "nan", "print", "")]
+    if num_workers:
+        messages = ({"role": "user", "content": content} for content in (object(), "half \ud83d"))
+        samples[1:1] = [msgspec.structs.replace(sample(), messages=[message]) for message in messages]
+    first, *odd, raised, invalid, printed, last = scores(RewardConfig(FUNCTION, num_workers=num_workers), samples)
+    assert first == printed == last == Reward(total=0.5)
+    assert (raised.status, invalid.status) == ("error", "error")
+    assert raised.detail.startswith("ValueError: no good: x, at ")
+    plain = "the reward's input from an agent must be plain text and numbers, got "
+    assert [(each.status, each.detail.startswith(plain)) for each in odd] == [("error", True)] * (2 * num_workers)
 
 
 def test_a_hang_is_a_timeout_and_costs_only_the_culprit():
