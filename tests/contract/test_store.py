@@ -368,14 +368,18 @@ def test_a_claim_takes_no_group_if_one_has_moved(clock):
     check_state(store)
 
 
-def test_a_commit_moves_groups_and_the_runs_step_one_after_the_other(store):
+def test_a_commit_moves_groups_and_the_runs_step_one_after_the_other(store, clock):
+    assert store.run_state().stepped_at is None
     make_ready(store, 3)
     taken, ahead = claim(store, 1, 2), claim(store, 2, 1)
     with pytest.raises(StaleFenceError, match="got step 2 after step 0"):
         commit(store, ahead)
+    clock.now += 5
     commit(store, taken)
-    counts = store.counts()
-    assert (counts.claimed, counts.used, store.run_state().step) == (1, 2, 1)
+    clock.now += 5
+    counts, state = store.counts(), store.run_state()
+    assert (counts.claimed, counts.used, state.step) == (1, 2, 1)
+    assert (state.stepped_at, store.now()) == (1005.0, 1010.0)
     commit(store, taken)
     assert store.counts() == counts, "a repeated commit changes nothing"
     commit(store, ahead)

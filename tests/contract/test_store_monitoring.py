@@ -6,7 +6,7 @@ from slipstream.buffer.errors import StaleFenceError
 from slipstream.buffer.records import ROLES_KEPT, Event, Heartbeat, MetricsRows, StepEntry
 from slipstream.buffer.store_rules import NO_FENCE, Brokers
 from slipstream.buffer.trajectory import VersionSpan
-from tests.contract.stores import AnyStore, answer, claim, commit, lease, make_ready
+from tests.contract.stores import AnyStore, answer, claim, lease
 
 
 def test_a_role_progresses_when_its_totals_grow_and_not_when_it_only_reports(store, clock):
@@ -69,16 +69,6 @@ def test_one_heartbeat_of_many_renews_the_leases_of_each_owner_and_reports_its_r
     assert len(lapsed) == 100, "second leases"
     assert f"lease {stolen[0]} of generator-0 lapsed: its prompt will be leased again" in lapsed
     assert store.counts().leased == 100
-
-
-def test_the_run_records_when_its_last_step_was_committed(store, clock):
-    assert store.run_state().stepped_at is None
-    make_ready(store, 2)
-    clock.now = 1234.5
-    commit(store, claim(store, 1, 1))
-    clock.now += 10
-    store.set_phase("finishing")
-    assert (store.run_state().stepped_at, store.now()) == (1234.5, 1244.5)
 
 
 def test_the_newest_events_are_kept_in_order_and_short(store, clock):
