@@ -24,6 +24,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import FreshestConfig
 from slipstream.configs.run import RunConfig
 from tests.builders import make_finished, make_run, make_trajectory, write_archive
+from tests.cases import cases
 
 SECOND = "shard-00000002.parquet"
 ARRAYS = ("token_ids", "model_mask", "generator_logprobs")
@@ -53,13 +54,10 @@ def test_a_folder_without_a_manifest_or_groups_or_with_another_writer_is_refused
     ShardWriter(tmp_path).close()
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda data: data[: len(data) // 2], "as the manifest says"),
-        (lambda data: data[:100] + bytes(len(data) - 200) + data[-100:], "must have checksum"),
-    ],
-    ids=["cut", "damaged"],
+@cases(
+    "spoil, words",
+    (lambda data: data[: len(data) // 2], "as the manifest says"),
+    (lambda data: data[:100] + bytes(len(data) - 200) + data[-100:], "must have checksum"),
 )
 def test_a_damaged_or_missing_shard_is_refused_by_name_and_the_others_are_read(folder: Path, spoil, words) -> None:
     shard = folder / SECOND

@@ -175,19 +175,16 @@ def test_all_conditions_must_hold(archive: Archive, fields: dict[str, Any], want
     assert "".join(stored.trajectory.group_id for stored in found) == wanted
 
 
-@pytest.mark.parametrize(
-    ("line", "fields"),
-    [
-        ("", {}),
-        ("reward>=0.5 step<=40", {"min_reward": 0.5, "max_step": 40}),
-        ("version=3 outcome=retired", {"min_version": 3, "max_version": 3, "outcome": "retired"}),
-        ("text='a <= b' group=17 id=17-0-3", {"text": "a <= b", "group_id": "17", "id": "17-0-3"}),
-        ("tokens>=5 tokens<=9 status=ok", {"min_tokens": 5, "max_tokens": 9, "reward_status": "ok"}),
-        ("prompt=train/1 generator=g-0 source=sums stop=length", {
-            "prompt_uid": "train/1", "generator_id": "g-0", "data_source": "sums", "stop_reason": "length",
-        }),
-    ],
-)  # fmt: skip
+@cases(
+    "line, fields",
+    ("", {}),
+    ("reward>=0.5 step<=40", {"min_reward": 0.5, "max_step": 40}),
+    ("version=3 outcome=retired", {"min_version": 3, "max_version": 3, "outcome": "retired"}),
+    ("text='a <= b' group=17 id=17-0-3", {"text": "a <= b", "group_id": "17", "id": "17-0-3"}),
+    ("tokens>=5 tokens<=9 status=ok", {"min_tokens": 5, "max_tokens": 9, "reward_status": "ok"}),
+    ("prompt=train/1 generator=g-0", {"prompt_uid": "train/1", "generator_id": "g-0"}),
+    ("source=sums stop=length", {"data_source": "sums", "stop_reason": "length"}),
+)
 def test_a_line_is_a_filter_and_back(line: str, fields: dict[str, object]) -> None:
     read = parse_conditions(line)
     assert read == TrajectoryFilter(**fields)  # type: ignore[arg-type]

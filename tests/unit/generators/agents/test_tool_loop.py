@@ -160,19 +160,14 @@ def test_a_call_inside_the_reasoning_is_not_executed(format_name: str, family: s
         assert trajectory.metrics["tool_calls"] == count, text
 
 
-@pytest.mark.parametrize(
-    ("settings", "question", "call", "stop", "text"),
-    [
-        (
-            {"tool_call_format": "react"},
-            "what is 12 + 30?\n",
-            "I see.\nAction: calculator\nAction Input: 12 + 30\nObservation:",
-            ("\nObservation:",),
-            "what is 12 + 30?\nI see.\nAction: calculator\nAction Input: 12 + 30\nObservation: 42\nit is 42<|/turn|>",
-        ),
-        ({}, QUESTION, CALL, (), "<|/turn|>\n<|turn|>user\n42<|/turn|>\n<|turn|>model\nit is 42<|/turn|>"),
-    ],
-    ids=["react", "as the user's"],
+ASKED = "what is 12 + 30?\n"
+SAID = "I see.\nAction: calculator\nAction Input: 12 + 30\nObservation:"
+
+
+@cases(
+    "settings, question, call, stop, text",
+    ({"tool_call_format": "react"}, ASKED, SAID, ("\nObservation:",), f"{ASKED}{SAID} 42\nit is 42<|/turn|>"),
+    ({}, QUESTION, CALL, (), "<|/turn|>\n<|turn|>user\n42<|/turn|>\n<|turn|>model\nit is 42<|/turn|>"),
 )
 def test_tools_need_no_template_for_results(settings: dict, question: Any, call: str, stop: tuple, text: str):
     seen: list[WritingEngine] = []
@@ -188,10 +183,8 @@ def test_a_template_that_shows_results_only_after_tool_calls_takes_no_tools():
     for family in ("gpt-oss", "gemma4"):
         with pytest.raises(ConfigError, match="only after a message with `tool_calls`"):
             play({"kind": "tools", "tools": ["calculator"]}, [], family=family)
-        asked = make_prompt("what is 12 + 30?")
         agent = {"kind": "tools", "tools": ["calculator"], "tool_call_format": "react"}
-        said = "Action: calculator\nAction Input: 12 + 30\nObservation:"
-        assert play(agent, [said, "42"], prompt=asked, family=family).metrics["tool_calls"] == 1
+        assert play(agent, [SAID, "42"], prompt=make_prompt(ASKED), family=family).metrics["tool_calls"] == 1
 
 
 def test_limits_of_calls_turns_and_tokens():

@@ -31,18 +31,15 @@ def draw(logits: Tensor, sampling: Sampling, num_draws: int = 4000) -> tuple[Ten
     return sample(logits.repeat(num_draws, 1), [sampling] * num_draws, uniforms)
 
 
-@pytest.mark.parametrize(
-    ("filters", "kept"),
-    [
-        ({}, {0, 1, 2}),
-        ({"top_k": 2}, {0, 1}),
-        ({"top_p": 0.6}, {0, 1}),
-        ({"top_p": 0.4}, {0}),
-        ({"min_p": 0.5}, {0, 1}),
-        ({"min_p": 0.7}, {0}),
-        ({"min_p": 0.3, "temperature": 0.5}, {0, 1}),
-    ],
-    ids=str,
+@cases(
+    "filters, kept",
+    ({}, {0, 1, 2}),
+    ({"top_k": 2}, {0, 1}),
+    ({"top_p": 0.6}, {0, 1}),
+    ({"top_p": 0.4}, {0}),
+    ({"min_p": 0.5}, {0, 1}),
+    ({"min_p": 0.7}, {0}),
+    ({"min_p": 0.3, "temperature": 0.5}, {0, 1}),
 )
 def test_filters_keep_the_likeliest_tokens_whose_frequencies_match_their_probabilities(filters: dict, kept: set[int]):
     tokens, logprobs = draw(logits_of(0.5, 0.3, 0.2), make_sampling(**filters))
