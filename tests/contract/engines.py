@@ -128,12 +128,9 @@ class Rig:
     async def generate(
         self, prompts: list[list[int]], samplings: list[Sampling], *, stop: Sequence[str] = ()
     ) -> list[Completion]:
-        return await asyncio.gather(
-            *(
-                self.engine.generate(prompt, sampling, request_id=f"request-{i}", stop=stop)
-                for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
-            )
-        )
+        asked = enumerate(zip(prompts, samplings, strict=True))
+        calls = [self.engine.generate(*each, request_id=f"request-{i}", stop=stop) for i, each in asked]
+        return await asyncio.gather(*calls)
 
 
 @contextmanager

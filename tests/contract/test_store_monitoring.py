@@ -51,15 +51,10 @@ def test_one_heartbeat_of_many_renews_the_leases_of_each_owner_and_reports_its_r
     clock.now += 9
     # Each names its own first lease, the second of its neighbor, and one that does not exist.
     stolen = [leases[1].id for leases in held.values()]
-    beats = [
-        Heartbeat(
-            owner,
-            {"state": "ready", "lags": {"of": [number]}},
-            owner,
-            [leases[0].id] * 2 + [stolen[number - 1], "777-0"],
-        )
-        for number, (owner, leases) in enumerate(held.items())
-    ]
+    beats = []
+    for number, (owner, leases) in enumerate(held.items()):
+        named = [leases[0].id, leases[0].id, stolen[number - 1], "777-0"]
+        beats.append(Heartbeat(owner, {"state": "ready", "lags": {"of": [number]}}, owner, named))
     assert store.heartbeat([*beats, Heartbeat("broker", {"state": "ready"})], lease_s=10) == 100
     assert store.heartbeat([], lease_s=10) == 0
     assert store.roles()["generator-70"] == {"state": "ready", "lags": {"of": [70]}, "reported_at": clock.now}

@@ -136,12 +136,8 @@ def test_a_channel_that_damages_everything_fails(server: StreamServer) -> None:
 
 
 def test_a_silent_server_fails_in_time(server: StreamServer) -> None:
-    stream = WeightStream(
-        server.address,
-        keys=KEYS,
-        channel=DisturbedChannel(server.address, lambda number, frames: frames if number <= 9 else None),
-        stall_s=STALL_S,
-    )
+    channel = DisturbedChannel(server.address, lambda number, frames: frames if number <= 9 else None)
+    stream = WeightStream(server.address, keys=KEYS, channel=channel, stall_s=STALL_S)
     into = memoryview(bytearray(BUCKET_BYTES))
     started = time.monotonic()
     with pytest.raises(WeightTransferError, match=r"got 2359296 of 4194304 bytes, then nothing more in time"):

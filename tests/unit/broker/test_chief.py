@@ -21,16 +21,9 @@ class Beside(RouterScene):
 
     def __init__(self, scene: RouterScene, name: str) -> None:
         self.hub, self.clock, self.run, self.store = MemoryBroker(), scene.clock, scene.run, scene.store
-        self.router = Router(
-            self.hub.server(),
-            scene.store,
-            run=scene.run,
-            train=scene.data,
-            heldout={each.name: scene.data for each in scene.run.data.eval_sets},
-            name=name,
-            address="tcp://10.0.0.1:20001",
-            clock=scene.clock,
-        )
+        sets = {"train": scene.data, "heldout": {each.name: scene.data for each in scene.run.data.eval_sets}}
+        at = {"name": name, "address": "tcp://10.0.0.1:20001"}
+        self.router = Router(self.hub.server(), scene.store, run=scene.run, clock=scene.clock, **sets, **at)
 
 
 @pytest.fixture

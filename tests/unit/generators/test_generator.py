@@ -78,16 +78,11 @@ class Scene:
         self.now = 0.0
         self.agent = FakeAgent(outcome)
         self.client = FakeClient()
-        self.generator = Generator(
-            run=make_run(generators={"group_size": 2}, broker={"max_message_bytes": 4096}),
-            member=Member("g", "1"),
-            client=self.client,  # type: ignore[arg-type]
-            engine=ScriptedEngine(ScriptedEngineConfig()),
-            agent=self.agent,
-            receiver=NoBytes(),
-            rewards=RewardPool(RewardConfig("tests.unit.generators.rewards.samples:by_response", num_workers=0)),
-            clock=lambda: self.now,
-        )
+        run = make_run(generators={"group_size": 2}, broker={"max_message_bytes": 4096})
+        rewards = RewardPool(RewardConfig("tests.unit.generators.rewards.samples:by_response", num_workers=0))
+        parts = {"engine": ScriptedEngine(ScriptedEngineConfig()), "agent": self.agent, "receiver": NoBytes()}
+        parts |= {"client": self.client, "rewards": rewards, "clock": lambda: self.now}
+        self.generator = Generator(run=run, member=Member("g", "1"), **parts)
 
     @property
     def status(self) -> Pong:

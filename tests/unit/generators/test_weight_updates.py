@@ -56,15 +56,9 @@ class Scene:
         self.sent: list[Any] = []
         self.states: list[tuple[str, str]] = []
         self.engine, self.receiver = ScriptedEngine(ScriptedEngineConfig()), FakeReceiver()
-        self.updates = WeightUpdates(
-            receiver=self.receiver,
-            fetcher=Fetcher(KEYS),
-            member=MEMBER,
-            client=self,  # type: ignore[arg-type]
-            engine=self.engine,
-            set_state=lambda state, reason: self.states.append((state, reason)),
-            release=self.release,
-        )
+        parts = {"receiver": self.receiver, "fetcher": Fetcher(KEYS), "engine": self.engine, "release": self.release}
+        parts["set_state"] = lambda state, reason: self.states.append((state, reason))
+        self.updates = WeightUpdates(member=MEMBER, client=self, **parts)
         self.server = SnapshotServer(shelf := SnapshotStore(folder), StreamServer(shelf, keys=KEYS))
 
     def send(self, message: Any) -> None:

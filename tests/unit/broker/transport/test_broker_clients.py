@@ -58,13 +58,8 @@ class Scene:
         self.received: list = []
         self.reachable = set(BROKERS.values())
         self.known: dict[str, str] = {}
-        self.clients = BrokerClients(
-            self._connect,
-            on_message=self.received.append,
-            joins_all=True,
-            brokers=self.known,
-            is_reachable=self.reachable.__contains__,
-        )
+        options = {"joins_all": True, "brokers": self.known, "is_reachable": self.reachable.__contains__}
+        self.clients = BrokerClients(self._connect, on_message=self.received.append, **options)
         self.clients.open("ipc:///a")
 
     def _connect(self, address: str, on_message: Callable) -> BrokerClient:

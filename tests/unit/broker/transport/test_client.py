@@ -65,13 +65,8 @@ class FakeBroker:
 def make_pair():
     hub, clock, received = MemoryBroker(), FakeClock(100.0), []
     broker = FakeBroker(hub.server())
-    client = BrokerClient(
-        hub.client(),
-        hello=Hello("generator", "g", "1", "here", 1),
-        status=lambda: Pong(-1.0, "ready", 3, gauges={"running": 2}),
-        on_message=received.append,
-        clock=clock,
-    )
+    hello, status = Hello("generator", "g", "1", "here", 1), Pong(-1.0, "ready", 3, gauges={"running": 2})
+    client = BrokerClient(hub.client(), hello=hello, status=lambda: status, on_message=received.append, clock=clock)
     return client, broker, clock, received
 
 

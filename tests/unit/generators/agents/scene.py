@@ -69,14 +69,9 @@ class RecordingScorer:
 
 
 def make_runner(engine: WritingEngine, *, scorer: RecordingScorer | None = None, token="", **run: Any) -> AgentRunner:
-    return AgentRunner(
-        run=make_run(**run),
-        engine=engine,
-        rewards=scorer or RecordingScorer(),
-        encoder=PromptEncoder(engine.tokenizer, max_prompt_tokens=1000),
-        generator_id="generator-0",
-        token=token,
-    )
+    encoder = PromptEncoder(engine.tokenizer, max_prompt_tokens=1000)
+    parts = {"engine": engine, "rewards": scorer or RecordingScorer(), "encoder": encoder}
+    return AgentRunner(run=make_run(**run), generator_id="generator-0", token=token, **parts)
 
 
 def play(

@@ -39,14 +39,8 @@ SPANS = [VersionSpan(0, 2), VersionSpan(3, 3)]
 
 def make_agent(engine: ScriptedEngine, scorer: RecordingScorer, **run: object) -> AgentRunner:
     ticks = itertools.count(100)
-    return AgentRunner(
-        run=make_run(**run),
-        engine=engine,
-        rewards=scorer,
-        encoder=PromptEncoder(make_tokenizer(), max_prompt_tokens=16),
-        generator_id="generator-0",
-        clock=lambda: float(next(ticks)),
-    )
+    parts = {"engine": engine, "rewards": scorer, "encoder": PromptEncoder(make_tokenizer(), max_prompt_tokens=16)}
+    return AgentRunner(run=make_run(**run), generator_id="generator-0", clock=lambda: float(next(ticks)), **parts)
 
 
 def answer(prompt: Prompt, index: int = 1, **run: object) -> tuple[Trajectory, RecordingEngine, RecordingScorer]:

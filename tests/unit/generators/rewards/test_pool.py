@@ -260,12 +260,8 @@ class Marked(RewardModel):
 def test_calls_share_batches_and_a_model_that_dies_or_hangs_costs_its_answers_alone(tmp_path: Path) -> None:
     path = make_reward_model(tmp_path)
     answers = [str(number) for number in range(100, 140)]
-    config = RewardConfig(
-        function=f"{__name__}:Marked",
-        arguments={"path": path, "folder": str(tmp_path), "batch_size": 16, "device": "cpu"},
-        timeout_s=10,
-        max_memory_mib=None,
-    )
+    arguments = {"path": path, "folder": str(tmp_path), "batch_size": 16, "device": "cpu"}
+    config = RewardConfig(f"{__name__}:Marked", arguments=arguments, timeout_s=10, max_memory_mib=None)
 
     async def use(pool: RewardPool) -> list[list[Reward]]:
         async def scored(texts: list[str]) -> list[Reward]:
