@@ -206,14 +206,12 @@ def test_unreadable_input_is_reported_in_one_sentence(line: str, reason: str) ->
         parse_conditions(line)
 
 
+COLUMNS = {"log_ratio": [0.5, -0.25, 0.0, -2.0], "entropy": [1.5, 0.0, 2.0, 0.125]}
 TWO = StepTokens(
     ["0-0-0", "0-0-1"],
     lengths=[4, 5],
     positions=[np.array([2, 3]), np.array([1, 4])],
-    columns={
-        "log_ratio": np.array([0.5, -0.25, 0.0, -2.0], np.float32),
-        "entropy": np.array([1.5, 0.0, 2.0, 0.125], np.float32),
-    },
+    columns={name: np.array(values, np.float32) for name, values in COLUMNS.items()},
 )
 """Two trajectories; the second has a token that is not trained on between two that are."""
 
