@@ -136,9 +136,7 @@ def make_ready(store: AnyStore, count: int) -> list[str]:
     return [each.group_id for each in leases]
 
 
-def claim(
-    store: AnyStore, step: int, count: int, *, lease_s: float = 60.0, rules: SamplingRules = OLDEST_FIRST
-) -> Claim:
+def claim(store: AnyStore, step: int, count: int, *, lease_s: float = 60.0, rules=OLDEST_FIRST) -> Claim:
     claimed = store.claim(step=step, version=step - 1, num_groups=count, rules=rules, lease_s=lease_s)
     assert isinstance(claimed, Claim), (claimed, store.counts())
     return claimed

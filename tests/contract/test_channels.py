@@ -257,9 +257,7 @@ def test_a_frame_that_was_not_split_ends_only_the_connection_of_its_sender(socke
         assert server.receive(timeout_s=0.2) is None
 
 
-def test_frames_above_a_piece_travel_in_pieces_and_those_that_do_not_add_up_have_an_empty_header(
-    sockets: ZmqWire,
-) -> None:
+def test_frames_above_a_piece_travel_in_pieces_and_those_that_do_not_add_up_have_an_empty_header(sockets):
     server, client, identity = connect(sockets)
     sizes = [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES]
     frames = [b"head", *(os.urandom(size) for size in sizes)]

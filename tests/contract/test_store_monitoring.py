@@ -127,9 +127,7 @@ def test_the_first_broker_is_the_chief_and_stays_it_while_it_reports(store, cloc
 
 
 @pytest.mark.parametrize("jump_s", [LEASE_S, -3600.0])
-def test_another_broker_becomes_chief_with_a_new_fence_when_the_lease_lapses_or_the_clock_is_set_back(
-    store, clock, jump_s
-):
+def test_another_broker_becomes_chief_when_the_lease_lapses_or_the_clock_is_set_back(store, clock, jump_s):
     report(store, "broker")
     clock.now += jump_s
     assert report(store, "broker-1") == Brokers("broker-1", 2, {"broker-1": {}})

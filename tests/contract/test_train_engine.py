@@ -396,7 +396,7 @@ def test_gradients_of_microbatches_add_up_in_bfloat16_within_the_rounding_of_one
 
 
 @pytest.mark.parametrize(("stage", "per_microbatch"), [(1, False), (2, True), (3, True)])
-def test_gradients_are_reduced_once_per_step_unless_ranks_hold_only_shards_of_them(
+def test_gradients_are_reduced_once_per_step_unless_ranks_hold_shards_of_them(
     tmp_path, stage, per_microbatch, monkeypatch
 ):
     engine, counts = make_engine(tmp_path, zero(stage)), []

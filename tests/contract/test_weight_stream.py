@@ -101,9 +101,7 @@ def damaged(frames: Frames) -> Frames:
     "disturb",
     [damaged, lambda _: None, *(lambda _, bad=bad: bad for bad in ([], [b""], [b"nonsense"], [b"\x80", b""]))],
 )
-def test_a_damaged_lost_or_malformed_chunk_resumes_after_the_last_good_byte(
-    server: StreamServer, disturb: Callable[[Frames], Frames | None]
-) -> None:
+def test_a_damaged_lost_or_malformed_chunk_resumes_after_the_last_good_byte(server, disturb):
     stream, channel = fetch_over(server, lambda number, frames: disturb(frames) if number in (7, 30) else frames)
     assert stream.num_resumed == 2
     # Verified bytes are not sent twice: only the chunks requested ahead.

@@ -316,9 +316,7 @@ def test_a_guest_gets_training_prompts_once_one_of_ones_own_can_check_it_and_no_
     assert "sampled" in {prompt.lease.purpose for prompt in owned.lease().prompts}
 
 
-def test_a_check_of_a_guests_answer_counts_once_and_only_from_whoever_was_ordered_which_no_guest_is(
-    hosted: RouterScene,
-):
+def test_a_check_of_a_guests_answer_counts_once_and_only_from_whoever_was_ordered_which_no_guest_is(hosted):
     first, second, guest, other = own(hosted), own(hosted, "g1"), join(hosted), join(hosted, "alice")
     (prompt, _) = give_answers(hosted, guest)
     orders = {peer: ordered(peer) for peer in (first, second)}

@@ -39,9 +39,7 @@ def make_update(version: int, slots: list[TensorSlot], packed: list[Tensor]) -> 
     return announce(slots, sizes, buckets.checksums(packed), version=version, timeout_s=10.0)
 
 
-def announce(
-    slots: list[TensorSlot], sizes: list[int], checksums: list[int], *, version: int = 0, timeout_s: float = 1.0
-) -> Update:
+def announce(slots: list[TensorSlot], sizes: list[int], checksums: list[int], *, version=0, timeout_s=1.0) -> Update:
     layout = {"slots": slots, "bucket_bytes": sizes, "checksums": checksums}
     canaries = {"canary_token_ids": [], "canary_logprobs": [], "max_probe_diff": 1e-3}
     return Update(epoch=1, members=[], version=version, timeout_s=timeout_s, **layout, **canaries)

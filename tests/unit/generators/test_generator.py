@@ -286,9 +286,7 @@ CUT = (0.95, 0, 1)
     pytest.param([CUT, *[(0.81, 0, 1)] * 2], [48] * 3, id="without room it does not grow"),
     pytest.param([CUT, (0.5, 1, 1)], [48] * 2, id="with a queue it does not grow"),
 )
-def test_the_limit_follows_cache_queue_and_preemptions_between_a_group_and_its_maximum(
-    loads: list[tuple[float, int, int]], expected: list[int]
-):
+def test_the_limit_follows_cache_queue_and_preemptions_between_a_group_and_its_maximum(loads, expected):
     assert limits(EngineLoad(*load) for load in loads) == expected
 
     falling = [EngineLoad(kv_usage=0.95, num_preempted=total) for total in range(1, 12)]

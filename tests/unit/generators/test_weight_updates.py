@@ -208,7 +208,7 @@ async def failing(token_ids: list[int]) -> list[float]:
     ("prompt_logprobs", failing, "operands of two shapes"),
     ("sample_probe", sampled_with_an_offset, r"same for sampled tokens .*, got 0\.01 at version "),
 )
-def test_a_failed_probe_leaves_the_weights_unverified_and_releases_the_requests_until_the_next_version(
+def test_a_failed_probe_leaves_the_weights_unverified_until_the_next_version(
     scene: Scene, method: str, broken: Any, reason: str, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def script() -> None:

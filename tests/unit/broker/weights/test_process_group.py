@@ -89,9 +89,7 @@ def test_connecting_ends_at_its_deadline(backend: BlockingBackend, monkeypatch: 
     (0, "probe failed: it was aborted"),
     (1, r"broadcast of bucket 0 of 1 .* it was aborted"),
 )
-def test_an_abort_from_another_thread_ends_connecting_or_a_broadcast_which_does_not_count_as_sent(
-    backend: BlockingBackend, num_sound: int, words: str
-):
+def test_an_abort_from_another_thread_ends_connecting_or_a_broadcast_which_is_not_sent(backend, num_sound, words):
     backend.num_sound = num_sound
     sender = CollectiveSender(device=NOT_A_CPU)
     # A member has registered for the first epoch.

@@ -61,9 +61,7 @@ def test_old_versions_lose_their_buckets_first(store: SnapshotStore) -> None:
     assert store.newest() == 5
 
 
-def test_a_version_is_found_by_its_checksum_and_not_rewritten_and_an_older_one_deletes_the_newer(
-    store: SnapshotStore,
-) -> None:
+def test_a_version_is_found_by_its_checksum_and_not_rewritten_and_an_older_one_deletes_the_newer(store):
     assert (store.newest(), store.find("ab")) == (None, None)
     fill(store, [3, 7])
     assert store.find(flat.combine(make_version(3, moved=300)[0].checksums)) == 3

@@ -29,9 +29,7 @@ class WritingEngine(ScriptedEngine):
         self.requests: list[tuple[list[int], Sampling, str]] = []
         self.stops: list[Sequence[str]] = []
 
-    async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop=()
-    ) -> Completion:
+    async def generate(self, prompt_token_ids, sampling, *, request_id, stop=()) -> Completion:
         number = len(self.requests)
         self.requests.append((prompt_token_ids, sampling, request_id))
         self.stops.append(stop)

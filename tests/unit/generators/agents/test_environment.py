@@ -92,9 +92,7 @@ def test_an_environment_that_cannot_be_loaded_ends_the_generator_with_its_reason
         play(environment("two_turns", python="/nowhere/python"), [])
 
 
-def test_a_process_without_a_sign_of_life_is_ended_and_a_blocked_event_loop_is_not_silence(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_process_without_a_sign_of_life_is_ended_and_a_blocked_event_loop_is_not_silence(monkeypatch):
     monkeypatch.setattr(environment_loop, "_SILENCE_TIMEOUT_S", 2.5)
     trajectory = play(environment("failing", arguments={"how": "stop"}), ["it is 42"])
     assert trajectory.reward.status == "error"

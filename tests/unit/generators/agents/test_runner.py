@@ -26,9 +26,7 @@ class RecordingEngine(ScriptedEngine):
         self.requests: list[tuple[list[int], Sampling, str]] = []
         self.stops: list[Sequence[str | int]] = []
 
-    async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str | int] = ()
-    ) -> Completion:
+    async def generate(self, prompt_token_ids, sampling, *, request_id, stop=()) -> Completion:
         self.stops.append(stop)
         self.requests.append((prompt_token_ids, sampling, request_id))
         return Completion([5, 3, 4, 10, 6, 1], [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6], SPANS, "stop")

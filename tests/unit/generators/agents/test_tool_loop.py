@@ -1,6 +1,5 @@
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -209,9 +208,7 @@ FIRST, SECOND = (call("note", json.dumps(note.arguments)) for note in NOTES)
     (call_format.parse_react, "Action: a\nAction Input: 1" + " " * 100_000 + "\n", [ToolCall("a", {"": "1"})]),
     (read_action, "<search>" * 50_000, ("", "")),
 )
-def test_calls_may_contain_their_mark_and_no_text_of_a_model_keeps_its_parser_busy(
-    parse: Callable[[str], Any], text: str, calls: Any
-):
+def test_calls_may_contain_their_mark_and_no_text_of_a_model_keeps_its_parser_busy(parse, text, calls):
     assert parse(text) == calls
 
 

@@ -237,9 +237,7 @@ def test_async_calls_that_raise_or_wait_too_long_leave_their_worker():
     ("leave", "error", "worker died (exit code 3)", {}),
     ("block", "timeout", "generators.reward.max_cpu_s (1 s)", {"timeout_s": 20.0, "max_cpu_s": 1}),
 )
-def test_a_call_that_takes_the_worker_down_or_too_much_processor_time_between_awaits_fails_alone(
-    response: str, status: str, words: str, settings: dict[str, Any]
-):
+def test_a_call_that_takes_the_worker_down_or_too_much_processor_time_fails_alone(response, status, words, settings):
     rewards, _ = score_all(["wait 0.2", "wait 0.5", response, "wait 0.5"], **({"timeout_s": 2.5} | settings))
     assert [reward.status for reward in rewards] == ["ok", "ok", status, "ok"]
     assert words in rewards[2].detail

@@ -160,9 +160,7 @@ def test_every_other_task_of_reasoning_gym_rewards_its_own_answer_after_json():
     ("", "stop", 0.0, False),
     ("13284", "stop", 4 / 6, False),
 )
-def test_position_match_rewards_matching_positions_and_exact_match_all_or_nothing(
-    response: str, stop_reason: str, total: float, is_correct: bool
-):
+def test_position_match_rewards_positions_and_exact_match_all_or_nothing(response, stop_reason, total, is_correct):
     reward = graders.position_match(make_sample(response, truth="31284", stop_reason=stop_reason))
     assert reward.total == pytest.approx(total)
     assert reward.is_correct is is_correct

@@ -63,9 +63,7 @@ def test_the_best_passages_come_first_and_the_same_corpus_may_be_parquet(index: 
     ("what\n", r"corpus.jsonl must be JSON lines or a Parquet file, but cannot be read"),
     ("", r"corpus.jsonl must contain at least one passage, but is empty"),
 )
-def test_a_wrong_corpus_is_named_and_leaves_the_index_as_it_was(
-    corpus: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_wrong_corpus_is_named_and_leaves_the_index_as_it_was(corpus, complaint, tmp_path, capsys):
     pytest.importorskip("tantivy")
     (tmp_path / "corpus.jsonl").write_text(corpus)
     (tmp_path / "index").mkdir()
@@ -205,9 +203,7 @@ def call(tool: Tool, **arguments: Any) -> Any:
     return asyncio.run(tool.open({}).call(arguments))
 
 
-def test_the_schema_is_that_of_the_settings_and_arguments_go_into_path_query_or_body(
-    address: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_schema_is_that_of_the_settings_and_arguments_go_into_path_query_or_body(address, monkeypatch):
     described = make("http://127.0.0.1:9", required=["city"]).schema["function"]
     assert (described["name"], described["description"]) == ("weather", "Look the weather up.")
     properties = {"city": CITY, "days": DAYS}
