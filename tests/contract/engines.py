@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -21,7 +21,7 @@ from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointN
 from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Sampling
-from slipstream.configs.data import LoraConfig, ModelConfig, MoeConfig
+from slipstream.configs.data import ModelConfig, MoeConfig
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 from slipstream.generators.engines.engine import Completion, Engine
 from slipstream.generators.engines.hf_engine import HfEngine
@@ -40,17 +40,11 @@ VLLM_CONFIG = VllmEngineConfig(max_num_seqs=64)
 
 
 def make_engine(
-    kind: str,
-    folder: Path,
-    *,
-    vllm: VllmEngineConfig,
-    lora: LoraConfig | None = None,
-    records: bool = False,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    kind: str, folder: Path, *, vllm: VllmEngineConfig, lora=None, records=False, dtype="float32"
 ) -> Engine:
-    model = ModelConfig(
-        dtype=dtype, path=str(folder), max_length=MAX_LENGTH, lora=lora, moe=MoeConfig(router_replay=records)
-    )
+    """`records`: whether the experts of a mixture are."""
+    moe = MoeConfig(router_replay=records)
+    model = ModelConfig(dtype=dtype, path=str(folder), max_length=MAX_LENGTH, lora=lora, moe=moe)
     if kind == "scripted":
         return ScriptedEngine(ScriptedEngineConfig(tokens_per_response=40, seconds_per_token=0.01))
     if kind == "hf":
@@ -63,26 +57,14 @@ def make_engine(
 class Rig:
     """A started engine on its own event loop; `module` holds the weights it should have."""
 
-    def __init__(
-        self,
-        kind: str,
-        folder: Path,
-        *,
-        is_tied: bool = False,
-        vllm: VllmEngineConfig = VLLM_CONFIG,
-        module: PreTrainedModel | None = None,
-        lora: LoraConfig | None = None,
-        records: bool = False,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-    ) -> None:
-        """`module`: of the model that lies in `folder`; without it the tiny one is written there. `records`: whether
-        the experts of a mixture are."""
+    def __init__(self, kind: str, folder: Path, *, is_tied=False, vllm=VLLM_CONFIG, module=None, **model: Any) -> None:
+        """`module`: of the model that lies in `folder`; without it the tiny one is written there."""
         self.kind = kind
         self.is_tied = is_tied
-        self.has_adapter = lora is not None
+        self.has_adapter = model.get("lora") is not None
         if module is None:
             make_tiny_model(folder, is_tied=is_tied)
-        self.engine = make_engine(kind, folder, vllm=vllm, lora=lora, records=records, dtype=dtype)
+        self.engine = make_engine(kind, folder, vllm=vllm, **model)
         self.module: PreTrainedModel = module or make_tiny_module(is_tied=is_tied)
         self._runner = asyncio.Runner()
         self._memory: SharedBuckets | None = None

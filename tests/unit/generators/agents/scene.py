@@ -1,12 +1,11 @@
 """An engine that writes given texts, a scorer, and a runner around both."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from slipstream.broker.messages import Prompt
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
 from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.engines.engine import Completion
@@ -73,15 +72,7 @@ def make_runner(engine: WritingEngine, *, scorer: RecordingScorer | None = None,
 
 
 def play(
-    agent: dict[str, Any],
-    texts: Sequence[str | list[int]],
-    *,
-    prompt: Prompt | None = None,
-    family: str = "chatml",
-    max_tokens: int = 400,
-    max_length: int = 2000,
-    inspect: Callable[[WritingEngine, RecordingScorer], None] | None = None,
-    **generators: Any,
+    agent: dict, texts, *, prompt=None, family="chatml", max_tokens=400, max_length=2000, inspect=None, **generators
 ) -> Trajectory:
     """The trajectory of an agent whose model writes these texts. `inspect` gets engine and scorer afterwards."""
     engine, scorer = WritingEngine(texts, family=family), RecordingScorer()

@@ -42,9 +42,8 @@ def test_each_sample_gets_its_own_reward_and_one_that_cannot_be_sent_to_a_worker
     if num_workers:
         messages = ({"role": "user", "content": content} for content in (object(), "half \ud83d"))
         samples[1:1] = [msgspec.structs.replace(sample(), messages=[message]) for message in messages]
-    first, *odd, raised, invalid, printed, last = scores(
-        RewardConfig(FUNCTION, num_workers=num_workers, timeout_s=20.0), samples
-    )
+    config = RewardConfig(FUNCTION, num_workers=num_workers, timeout_s=20.0)
+    first, *odd, raised, invalid, printed, last = scores(config, samples)
     assert first == printed == last == Reward(total=0.5)
     assert (raised.status, invalid.status) == ("error", "error")
     assert raised.detail.startswith("ValueError: no good: x, at ")
