@@ -35,20 +35,6 @@ TIMEOUT_S = 10.0
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
-class MemoryWire:
-    def __init__(self) -> None:
-        self._hub = ThreadedBroker()
-
-    def server(self) -> ServerChannel:
-        return self._hub.server()
-
-    def client(self) -> ClientChannel:
-        return self._hub.client()
-
-    def close(self) -> None:
-        pass
-
-
 class ZmqWire:
     """Channels at one address; the first server chooses a port, which its successors keep."""
 
@@ -73,16 +59,15 @@ class ZmqWire:
             channel.close()
 
 
-Wire = MemoryWire | ZmqWire
+Wire = ThreadedBroker | ZmqWire
 
 
 @pytest.fixture(params=["memory", "ipc", "tcp"])
 def wire(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wire]:
-    opened: Wire
     if request.param == "memory":
-        opened = MemoryWire()
-    else:
-        opened = ZmqWire(f"ipc://{tmp_path}/broker.sock" if request.param == "ipc" else "tcp://127.0.0.1:0")
+        yield ThreadedBroker()
+        return
+    opened = ZmqWire(f"ipc://{tmp_path}/broker.sock" if request.param == "ipc" else "tcp://127.0.0.1:0")
     yield opened
     opened.close()
 

@@ -190,14 +190,10 @@ def test_a_member_that_leaves_fails_the_broadcast_for_all(group: Group) -> None:
     assert_same(group.update(make_weights(), members=[0])[0], make_weights())
 
 
-def listening_ports() -> set[tuple[str, int]]:
-    connections = psutil.Process().net_connections("tcp")
-    return {tuple(each.laddr) for each in connections if each.status == psutil.CONN_LISTEN}
-
-
 def test_the_rendezvous_listens_on_its_host_only_and_a_port_in_use_is_named(group: Group) -> None:
     address = group.sender.address
-    assert (HOST, address[1]) in listening_ports()
+    connections = psutil.Process().net_connections("tcp")
+    assert (HOST, address[1]) in {tuple(each.laddr) for each in connections if each.status == psutil.CONN_LISTEN}
     group.open_epoch(1, members=[0])
     assert group.sender.address == address
     with socket.create_server((HOST, 0)) as taken:
