@@ -62,10 +62,6 @@ class DisturbedChannel:
         self._channel.close()
 
 
-def undisturbed(_number: int, frames: Frames) -> Frames:
-    return frames
-
-
 @pytest.fixture
 def snapshot_store(tmp_path: Path) -> SnapshotStore:
     filled = SnapshotStore(tmp_path / "weights")
@@ -175,7 +171,7 @@ def test_a_server_survives_malformed_requests_and_a_version_arrives_with_few_chu
         channel.send(frames)
     assert channel.receive(timeout_s=0.2) is None
     channel.close()
-    stream, disturbed = fetch_over(server, undisturbed)
+    stream, disturbed = fetch_over(server, lambda _, frames: frames)
     assert stream.num_resumed == 0
     assert disturbed.num_sent == 3 * BUCKET_BYTES // CHUNK_BYTES
     assert disturbed.max_ahead <= CHUNKS_AHEAD

@@ -26,11 +26,6 @@ def logits_of(*probabilities: float) -> Tensor:
     return torch.tensor([probabilities]).log()
 
 
-def draw(logits: Tensor, sampling: Sampling, num_draws: int = 4000) -> tuple[Tensor, Tensor]:
-    uniforms = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
-    return sample(logits.repeat(num_draws, 1), [sampling] * num_draws, uniforms)
-
-
 @cases(
     "filters, kept",
     ({}, {0, 1, 2}),
@@ -42,7 +37,8 @@ def draw(logits: Tensor, sampling: Sampling, num_draws: int = 4000) -> tuple[Ten
     ({"min_p": 0.3, "temperature": 0.5}, {0, 1}),
 )
 def test_filters_keep_the_likeliest_tokens_whose_frequencies_match_their_probabilities(filters: dict, kept: set[int]):
-    tokens, logprobs = draw(logits_of(0.5, 0.3, 0.2), make_sampling(**filters))
+    uniforms = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    tokens, logprobs = sample(logits_of(0.5, 0.3, 0.2).repeat(4000, 1), [make_sampling(**filters)] * 4000, uniforms)
     assert set(tokens.tolist()) == kept
     # Of the distribution that was sampled from.
     weights = {token: (0.5, 0.3, 0.2)[token] ** (1 / filters.get("temperature", 1.0)) for token in sorted(kept)}
