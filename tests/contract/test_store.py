@@ -68,10 +68,8 @@ def test_a_run_starts_at_zero_is_found_again_where_it_stands_and_its_versions_on
 def test_only_settings_of_the_end_of_a_run_may_change_and_its_phase_and_name_are_known(fresh_store):
     opened = '{"learner": {"prompts_per_step": 8, "max_steps": 10}, "resume": false}'
     open_run(fresh_store, config_json=opened)
-    for changes, key in (
-        ({"config_json": opened.replace("8", "16")}, r"learner\.prompts_per_step"),
-        ({"num_rows": 8}, "num_rows"),
-    ):
+    other = {"config_json": opened.replace("8", "16")}
+    for changes, key in ((other, r"learner\.prompts_per_step"), ({"num_rows": 8}, "num_rows")):
         with pytest.raises(RunConflictError, match=f"{key} must stay"):
             open_run(fresh_store, **{"config_json": opened} | changes)
     longer = opened.replace("10", "20").replace("false", "true")
@@ -486,10 +484,8 @@ def test_an_evaluation_accepts_answers_only_from_its_version(store):
         assert store.insert([answer(leased[0], version_spans=spans)]) == [refused("other_version")]
     store.return_leases(lease_ids=[leased[0].id], reason="refused")
     (again,) = store.lease(owner="generator-0", max_groups=9, version=3, **ask)
-    assert (
-        store.insert([answer(each, attempt=each.attempt, version_spans=exact) for each in (again, leased[1])])[1]
-        == READY
-    )
+    sent = [answer(each, attempt=each.attempt, version_spans=exact) for each in (again, leased[1])]
+    assert store.insert(sent)[1] == READY
     assert [each.row for each in store.lease(owner="generator-0", max_groups=1, version=2, **ask)] == [0, 1]
 
 

@@ -41,10 +41,8 @@ class Group:
 
     def open_epoch(self, epoch: int, *, members: list[int]) -> None:
         opening = self.opening(epoch, num_members=len(members))
-        joins = [
-            self._threads.submit(self.receivers[member].open_epoch, opening, rank=index + 1)
-            for index, member in enumerate(members)
-        ]
+        ranked = enumerate((self.receivers[member] for member in members), start=1)
+        joins = [self._threads.submit(each.open_epoch, opening, rank=rank) for rank, each in ranked]
         self.sender.open_epoch(epoch, num_members=len(members), timeout_s=TIMEOUT_S)
         for join in joins:
             join.result(TIMEOUT_S)
@@ -53,12 +51,9 @@ class Group:
         """Broadcast; returns the result of each receiver, or raises its error."""
         slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in tensors], bucket_bytes=bucket_bytes)
         packed = pack(tensors, slots, sizes)
-        update = msgspec.structs.replace(
-            announce(slots, sizes, buckets.checksums(packed), timeout_s=TIMEOUT_S), **changes
-        )
-        receipts = [
-            self._threads.submit(self.receivers[member].receive, update, cancelled=Event()) for member in members
-        ]
+        announced = announce(slots, sizes, buckets.checksums(packed), timeout_s=TIMEOUT_S)
+        update, receivers = msgspec.structs.replace(announced, **changes), [self.receivers[each] for each in members]
+        receipts = [self._threads.submit(each.receive, update, cancelled=Event()) for each in receivers]
         self.sender.broadcast(packed, timeout_s=TIMEOUT_S)
         for bucket in packed:
             bucket.zero_()

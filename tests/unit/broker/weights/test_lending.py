@@ -240,11 +240,8 @@ def test_a_single_change_is_reproduced_at_any_index(index: int) -> None:
 
 
 def test_the_smallest_element_decides_the_width_and_other_sizes_or_bases_are_refused() -> None:
-    slots = [
-        TensorSlot("a", [2], "float32", 0, 0),
-        TensorSlot("b", [2], "bfloat16", 0, 64),
-        TensorSlot("c", [2], "float64", 1, 0),
-    ]
+    slots = [TensorSlot("a", [2], "float32", 0, 0), TensorSlot("b", [2], "bfloat16", 0, 64)]
+    slots += [TensorSlot("c", [2], "float64", 1, 0)]
     assert [delta.width_of(bucket, slots) for bucket in range(3)] == [2, 8, 1]
     with pytest.raises(WeightTransferError, match="must have the same size, got 8 and 16"):
         delta.encode(torch.zeros(8, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8), width=2)
