@@ -320,24 +320,25 @@ def address_of(scene: Scene) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "give_up_s", "reason"),
-    [(signal.SIGKILL, 10.0, "no process listens there now"), (signal.SIGSTOP, 0.5, "then nothing more in time")],
-)
-def test_a_lender_killed_or_stopped_in_mid_transfer_is_replaced(big, lender, monkeypatch, how, give_up_s, reason):
-    monkeypatch.setattr(fetcher_module, "_GIVE_UP_S", give_up_s)
-    weights = HostWeights()
-    fetcher, size = big.join(weights), sum(big.version(1)[0].bucket_bytes)
-    before = big.server.num_bytes
-    underway = big.begin(fetcher, 1, address_of(big))
-    assert eventually(lambda: weights.num_bytes >= size // 3)
-    os.kill(lender.pid, how)
-    assert underway.result(TIMEOUT_S) == size
-    (error,) = fetcher.lender_errors
-    assert not error.is_altered
-    assert reason in error.reason
-    # Received data is not fetched again.
-    assert big.server.num_bytes - before <= size * 2 // 3
+def test_a_lender_stopped_or_killed_in_mid_transfer_is_replaced(big: Scene, lender: BaseProcess, monkeypatch):
+    for how, give_up_s, reason in (
+        (signal.SIGSTOP, 0.5, "then nothing more in time"),
+        (signal.SIGKILL, 10.0, "no process listens there now"),
+    ):
+        monkeypatch.setattr(fetcher_module, "_GIVE_UP_S", give_up_s)
+        weights = HostWeights()
+        fetcher, size = big.join(weights), sum(big.version(1)[0].bucket_bytes)
+        before = big.server.num_bytes
+        underway = big.begin(fetcher, 1, address_of(big))
+        assert eventually(lambda weights=weights, size=size: weights.num_bytes >= size // 3)
+        os.kill(lender.pid, how)
+        assert underway.result(TIMEOUT_S) == size
+        (error,) = fetcher.lender_errors
+        assert not error.is_altered
+        assert reason in error.reason
+        # Received data is not fetched again.
+        assert big.server.num_bytes - before <= size * 2 // 3
+        os.kill(lender.pid, signal.SIGCONT)
 
 
 def test_a_lender_whose_memory_is_being_made_says_that_the_version_comes(scene, monkeypatch):

@@ -85,7 +85,7 @@ def rows_of(table: pa.Table) -> list[StoredTrajectory]:
     return [stored for batch in table.to_batches() for stored in from_batch(batch)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(trajectories(), min_size=1, max_size=4))
 def test_archived_trajectories_reencode_to_the_same_bytes(sent: list[Trajectory]) -> None:
     payloads = [encode(trajectory) for trajectory in sent]
