@@ -135,14 +135,15 @@ def test_several_senders_make_one_folder(tmp_path, uri):
 def test_a_damaged_object_is_refused_by_its_checksum(tmp_path, uri):
     folder, remote = make_folder(tmp_path / "step-1"), ObjectFolder(uri, StorageWait(0)).child("step-1")
     send(folder, remote)
-    for name, content in FILES.items():
+    for number, (name, content) in enumerate(FILES.items()):
+        elsewhere = tmp_path / f"elsewhere-{number}"
         remote.write(name, bytes([content[0] ^ 1]) + content[1:] if content else b"x")
         with pytest.raises(DamagedObjectError, match=f"/step-1/{name} must have the checksum it was written with"):
-            remote.download(tmp_path / "elsewhere")
-        assert not (tmp_path / "elsewhere" / CHECKSUMS).exists()
+            remote.download(elsewhere)
+        assert not (elsewhere / CHECKSUMS).exists()
         remote.write(name, content)
-    remote.download(tmp_path / "elsewhere")
-    assert content_of(tmp_path / "elsewhere") == content_of(folder)
+    remote.download(elsewhere)
+    assert content_of(elsewhere) == content_of(folder)
 
 
 def test_a_file_that_changed_on_the_disk_is_not_sent(tmp_path, uri):
