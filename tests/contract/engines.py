@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -21,7 +21,7 @@ from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointN
 from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Sampling
-from slipstream.configs.data import LoraConfig, ModelConfig, MoeConfig
+from slipstream.configs.data import ModelConfig, MoeConfig
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 from slipstream.generators.engines.engine import Completion, Engine, ScriptedEngine
 from slipstream.generators.engines.hf_engine import HfEngine
@@ -39,17 +39,11 @@ VLLM_CONFIG = VllmEngineConfig(max_num_seqs=64)
 
 
 def make_engine(
-    kind: str,
-    folder: Path,
-    *,
-    vllm: VllmEngineConfig,
-    lora: LoraConfig | None = None,
-    records: bool = False,
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    kind: str, folder: Path, *, vllm: VllmEngineConfig, lora=None, records=False, dtype="float32"
 ) -> Engine:
-    model = ModelConfig(
-        dtype=dtype, path=str(folder), max_length=MAX_LENGTH, lora=lora, moe=MoeConfig(router_replay=records)
-    )
+    """`records`: whether the experts of a mixture are."""
+    moe = MoeConfig(router_replay=records)
+    model = ModelConfig(dtype=dtype, path=str(folder), max_length=MAX_LENGTH, lora=lora, moe=moe)
     if kind == "scripted":
         return ScriptedEngine(ScriptedEngineConfig(tokens_per_response=40, seconds_per_token=0.01))
     if kind == "hf":
@@ -62,26 +56,14 @@ def make_engine(
 class Rig:
     """A started engine on its own event loop; `module` holds the weights it should have."""
 
-    def __init__(
-        self,
-        kind: str,
-        folder: Path,
-        *,
-        is_tied: bool = False,
-        vllm: VllmEngineConfig = VLLM_CONFIG,
-        module: PreTrainedModel | None = None,
-        lora: LoraConfig | None = None,
-        records: bool = False,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-    ) -> None:
-        """`module`: of the model that lies in `folder`; without it the tiny one is written there. `records`: whether
-        the experts of a mixture are."""
+    def __init__(self, kind: str, folder: Path, *, is_tied=False, vllm=VLLM_CONFIG, module=None, **model: Any) -> None:
+        """`module`: of the model that lies in `folder`; without it the tiny one is written there."""
         self.kind = kind
         self.is_tied = is_tied
-        self.has_adapter = lora is not None
+        self.has_adapter = model.get("lora") is not None
         if module is None:
             make_tiny_model(folder, is_tied=is_tied)
-        self.engine = make_engine(kind, folder, vllm=vllm, lora=lora, records=records, dtype=dtype)
+        self.engine = make_engine(kind, folder, vllm=vllm, **model)
         self.module: PreTrainedModel = module or make_tiny_module(is_tied=is_tied)
         self._runner = asyncio.Runner()
         self._memory: SharedBuckets | None = None
@@ -127,17 +109,13 @@ class Rig:
     async def generate(
         self, prompts: list[list[int]], samplings: list[Sampling], *, stop: Sequence[str] = ()
     ) -> list[Completion]:
-        return await asyncio.gather(
-            *(
-                self.engine.generate(prompt, sampling, request_id=f"request-{i}", stop=stop)
-                for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
-            )
-        )
+        asked = enumerate(zip(prompts, samplings, strict=True))
+        calls = [self.engine.generate(*each, request_id=f"request-{i}", stop=stop) for i, each in asked]
+        return await asyncio.gather(*calls)
 
 
 @contextmanager
 def started(kind: str, folder: Path, *, vllm: VllmEngineConfig = VLLM_CONFIG, **options: Any) -> Iterator[Rig]:
-    """A rig, with the environment that vLLM needs."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in engine_environment(vllm).items() if kind == "vllm" else ():
             patch.setenv(name, value)
@@ -147,7 +125,6 @@ def started(kind: str, folder: Path, *, vllm: VllmEngineConfig = VLLM_CONFIG, **
 
 
 def engine_processes() -> list[psutil.Process]:
-    """vLLM's processes among the descendants of this one."""
     return [child for child in psutil.Process().children(recursive=True) if "VLLM" in child.name()]
 
 

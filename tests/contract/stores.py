@@ -136,9 +136,7 @@ def make_ready(store: AnyStore, count: int) -> list[str]:
     return [each.group_id for each in leases]
 
 
-def claim(
-    store: AnyStore, step: int, count: int, *, lease_s: float = 60.0, rules: SamplingRules = OLDEST_FIRST
-) -> Claim:
+def claim(store: AnyStore, step: int, count: int, *, lease_s: float = 60.0, rules=OLDEST_FIRST) -> Claim:
     claimed = store.claim(step=step, version=step - 1, num_groups=count, rules=rules, lease_s=lease_s)
     assert isinstance(claimed, Claim), (claimed, store.counts())
     return claimed
@@ -158,7 +156,6 @@ def checkpoint(store: AnyStore, step: int) -> int:
 
 
 def audit(counts: StoreCounts) -> None:
-    """Check that every accepted trajectory is in exactly one place."""
     complete = counts.ready + counts.claimed + counts.used
     over = sum(counts.outcome_members.values())
     assert counts.accepted == counts.open_members + GROUP_SIZE * complete - counts.short_members + over, counts

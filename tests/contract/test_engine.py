@@ -1,5 +1,3 @@
-"""Contract of every engine: scripted, transformers and vLLM."""
-
 import asyncio
 import math
 from collections.abc import Iterator
@@ -34,7 +32,6 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def real(rig: Rig) -> Rig:
-    """An engine that has a model."""
     if rig.kind == "scripted":
         pytest.skip("the scripted engine has no model")
     return rig
@@ -115,14 +112,13 @@ def test_the_load_of_running_requests_is_reported_and_bounded(rig: Rig):
         assert loads[-1] == EngineLoad(), "these engines have no bound"
 
 
-def test_a_text_ends_a_response_with_the_token_that_completes_it(real: Rig):
+def test_a_text_or_a_stop_token_ends_a_response_and_an_end_token_may_be_ignored(real: Rig):
     samplings = [make_sampling(seed, max_tokens=40) for seed in range(24)]
     whole = real.run(real.generate([PROMPT] * 24, samplings))
     tokenizer = make_tokenizer()
-    for sampling, free in zip(samplings, whole, strict=True):
+    long = [pair for pair in zip(samplings, whole, strict=True) if len(pair[1].token_ids) >= 8]
+    for sampling, free in long:
         # Two characters in the middle, one token each; the same seed samples the same tokens up to them.
-        if len(free.token_ids) < 8:
-            continue
         text = tokenizer.decode(free.token_ids[3:5])
         end = next(i for i in range(2, 9) if text in tokenizer.decode(free.token_ids[:i]))
         (ended,) = real.run(real.generate([PROMPT], [sampling], stop=[text, "never written"]))
@@ -130,12 +126,7 @@ def test_a_text_ends_a_response_with_the_token_that_completes_it(real: Rig):
         assert ended.token_ids == free.token_ids[:end]
         assert ended.logprobs == pytest.approx(free.logprobs[:end], abs=TOLERANCE)
         assert ended.version_spans[0] == free.version_spans[0]
-
-
-def test_a_stop_token_ends_a_response_and_an_end_token_may_be_ignored(real: Rig):
-    samplings = [make_sampling(seed, max_tokens=40) for seed in range(24)]
-    whole = real.run(real.generate([PROMPT] * 24, samplings))
-    sampling, free = next(pair for pair in zip(samplings, whole, strict=True) if len(pair[1].token_ids) >= 8)
+    sampling, free = long[0]
     token = free.token_ids[3]
     (ended,) = real.run(real.generate([PROMPT], [sampling], stop=[token]))
     assert (ended.token_ids, ended.stop_reason) == (free.token_ids[: free.token_ids.index(token) + 1], "stop_string")
@@ -155,32 +146,23 @@ def test_log_probabilities_are_those_of_the_tokens_that_min_p_keeps(real: Rig):
         assert found.logprobs == pytest.approx([kept[found.token_ids[0]].item()], abs=TOLERANCE)
 
 
-def test_a_probe_beside_running_requests_gives_the_same_values(real: Rig):
-    async def scenario() -> tuple[list[float], list[float]]:
-        alone = await real.engine.prompt_logprobs(PROMPTS[3])
-        running = asyncio.create_task(real.generate([PROMPT] * 8, [make_sampling(s, max_tokens=40) for s in range(8)]))
-        await asyncio.sleep(0.01)
-        beside = await real.engine.prompt_logprobs(PROMPTS[3])
-        await running
-        return alone, beside
-
-    alone, beside = real.run(scenario())
-    assert beside == pytest.approx(alone, abs=TOLERANCE)
-
-
-def test_a_probe_samples_as_generate_does_and_waits_for_no_response(rig: Rig):
+def test_a_probe_beside_running_requests_gives_the_same_values_and_waits_for_no_response(rig: Rig):
     prompts, sampling = [PROMPT, PROMPTS[3]], make_sampling(5, max_tokens=4)
 
-    async def scenario() -> tuple[list[Completion], list[Completion]]:
+    async def scenario() -> tuple[list[float], list[float], list[Completion], list[Completion]]:
+        alone = await rig.engine.prompt_logprobs(PROMPTS[3])
         samplings = [make_sampling(seed, max_tokens=100) for seed in range(64)]
         running = asyncio.create_task(rig.generate([PROMPT] * 64, samplings))
         await asyncio.sleep(0)
         sampled = await rig.engine.sample_probe(prompts, sampling)
         assert not running.done()
+        beside = await rig.engine.prompt_logprobs(PROMPTS[3])
         await running
-        return sampled, await rig.generate(prompts, [sampling] * 2)
+        return alone, beside, sampled, await rig.generate(prompts, [sampling] * 2)
 
-    for sampled, expected in zip(*rig.run(scenario()), strict=True):
+    alone, beside, *both = rig.run(scenario())
+    assert beside == pytest.approx(alone, abs=TOLERANCE)
+    for sampled, expected in zip(*both, strict=True):
         assert (sampled.token_ids, sampled.version_spans) == (expected.token_ids, expected.version_spans)
         assert sampled.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
 
@@ -201,25 +183,20 @@ def test_generated_logprobs_are_those_of_the_sampling_distribution(real: Rig, ch
             assert completion.token_ids == logits.argmax(-1).tolist(), "greedy takes the likeliest"
 
 
-def test_updates_bring_version_and_weights(rig: Rig):
+def test_updates_bring_version_and_weights_and_a_corrupted_one_leaves_those_before(rig: Rig):
     for version in range(7):
         assert 0 <= rig.run(rig.publish(make_tiny_module(seed=version + 1), version=version)) < 20
         assert rig.engine.version == version
-    (completion,) = rig.run(rig.generate([PROMPT], [make_sampling()]))
-    assert completion.version_spans == [VersionSpan(0, 6)]
-    assert_prompt_logprobs_agree(rig)
-
-
-def test_a_corrupted_version_is_rejected_and_the_old_version_stays(rig: Rig):
-    before = rig.engine.version
-    with pytest.raises(WeightTransferError, match="checksum"):
-        rig.run(rig.publish(make_tiny_module(seed=9), version=before + 1, is_corrupted=True))
-    assert rig.engine.version == before
-    (completion,) = rig.run(rig.generate([PROMPT], [make_sampling()]))
-    assert completion.version_spans == [VersionSpan(0, before)]
-    assert_prompt_logprobs_agree(rig)
-    rig.run(rig.publish(make_tiny_module(seed=9), version=before + 1))
-    assert rig.engine.version == before + 1
+    for is_corrupted in (False, True):
+        if is_corrupted:
+            with pytest.raises(WeightTransferError, match="checksum"):
+                rig.run(rig.publish(make_tiny_module(seed=9), version=7, is_corrupted=True))
+        assert rig.engine.version == 6
+        (completion,) = rig.run(rig.generate([PROMPT], [make_sampling()]))
+        assert completion.version_spans == [VersionSpan(0, 6)]
+        assert_prompt_logprobs_agree(rig)
+    rig.run(rig.publish(make_tiny_module(seed=9), version=7))
+    assert rig.engine.version == 7
 
 
 def test_requests_in_flight_survive_an_update_and_their_spans_are_exact(rig: Rig):

@@ -1,5 +1,3 @@
-"""Contract of every engine with a model, when an adapter is trained on top of it."""
-
 import asyncio
 import copy
 from collections.abc import Iterable, Iterator
@@ -67,12 +65,9 @@ def agrees(rig: Rig, module: Qwen2ForCausalLM) -> bool:
     return max(found) <= rounding(module, [one.token_ids for one in completions])
 
 
-def test_before_the_first_update_the_base_answers(rig: Rig):
+def test_log_probabilities_are_those_of_each_version_and_at_first_of_the_base(rig: Rig):
     assert rig.engine.version == -1
     assert agrees(rig, make_tiny_module())
-
-
-def test_log_probabilities_are_those_of_each_version(rig: Rig):
     publish(rig, make_policy(0))
     assert agrees(rig, make_tiny_module())
     for seed in (1, 2):
@@ -81,21 +76,14 @@ def test_log_probabilities_are_those_of_each_version(rig: Rig):
     assert not agrees(rig, make_policy(1))
 
 
-def test_a_corrupted_adapter_leaves_the_one_before(rig: Rig):
+def test_a_corrupted_adapter_or_one_of_other_settings_leaves_the_one_before(rig: Rig):
     publish(rig, make_policy(3))
     with pytest.raises(WeightTransferError, match="checksum"):
         publish(rig, make_policy(4), is_corrupted=True)
+    for lora in (LoraConfig(rank=4, alpha=7.0), LoraConfig(rank=5, targets=["q_proj"])):
+        with pytest.raises(WeightTransferError, match=r"must have this generator's shape|every parameter must be sent"):
+            publish(rig, make_policy(6, lora=lora))
     assert agrees(rig, make_policy(3))
-
-
-@pytest.mark.parametrize(
-    "lora", [LoraConfig(rank=4, alpha=7.0), LoraConfig(rank=5, targets=["q_proj"])], ids=["rank", "targets"]
-)
-def test_an_adapter_of_other_settings_leaves_the_one_before(rig: Rig, lora: LoraConfig):
-    publish(rig, make_policy(5))
-    with pytest.raises(WeightTransferError, match=r"must have this generator's shape|every parameter must be sent"):
-        publish(rig, make_policy(6, lora=lora))
-    assert agrees(rig, make_policy(5))
 
 
 def test_requests_continue_on_the_new_adapter(rig: Rig):

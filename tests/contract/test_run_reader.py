@@ -1,5 +1,3 @@
-"""RunReader answers every question about a run: live, finished, without its store, from its archive, or damaged."""
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -89,63 +87,53 @@ def reader(scene: tuple[Path, Scene]) -> Iterator[ViewedRun]:
         yield found
 
 
-def test_the_state_is_known_and_a_missing_store_has_its_reason(scene, reader):
+def contents(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in folder.rglob("*") if path.is_file() and "store" not in path.parts)
+    return {str(path): path.read_bytes() for path in paths}
+
+
+def test_every_question_about_a_run_is_answered_and_its_folder_stays_unchanged(scene, reader, monkeypatch):
+    folder, expected = scene
+    before = contents(folder)
     reader.poll()
-    view, expected = reader.view(), scene[1]
-    assert (view.phase, view.num_rows) == (expected.phase, STEPS)
-    assert view.step == STEPS
+    view = reader.view()
+    assert (view.phase, view.step, view.num_rows, view.is_live) == (expected.phase, STEPS, STEPS, expected.is_live)
     assert (view.status is not None) == (expected.source == "store")
     assert view.max_steps == (40 if expected.is_readable else None)
-    assert view.is_live == expected.is_live
     assert expected.problem in view.problem
     assert bool(view.problem) == bool(expected.problem)
 
-
-def test_a_list_needs_the_folder_alone_and_all_complete_rows_are_read(scene, reader, monkeypatch):
-    assert [row["step"] for row in reader.rows()] == list(range(1, STEPS + 1))
-    monkeypatch.setattr(reader, "open_store", None)
-    line = reader.line()
-    assert (line.step, line.mode) == (STEPS, "async" if scene[1].is_readable else "")
-    of_folder = "running" if scene[1].is_live else "stopped"
-    assert line.phase == (of_folder if scene[1].phase == "starting" else scene[1].phase)
-
-
-def test_steps_are_found_in_the_store_or_else_in_the_archive_and_versions_and_events_need_a_store(scene, reader):
-    source = scene[1].source
+    # Steps come from the store or else from the archive; versions and events need a store.
     entry = reader.find_step(1)
-    assert (entry is not None) == bool(source)
+    assert (entry is not None) == bool(expected.source)
     if entry:
         assert reader.find_step(2) is None
         assert sorted(reader.members(entry)) == ["0-0-0", "0-0-1"]
     checksums = [entry.checksum for entry in reader.versions()]
-    assert checksums == (["aaaa", "bbbb"] if source == "store" else [])
+    assert checksums == (["aaaa", "bbbb"] if expected.source == "store" else [])
     assert reader.events_by_step(reader.rows()) == {}
-    assert scene[1].problem in reader.problem
+    assert expected.problem in reader.problem
 
-
-def test_changes_come_from_the_store_or_raise_its_error(scene, reader):
-    if scene[1].problem:
-        with pytest.raises(ConfigError, match=scene[1].problem):
+    # Changes come from the store, or its error is raised.
+    if expected.problem:
+        with pytest.raises(ConfigError, match=expected.problem):
             reader.changes(after=0)
-        return
-    reader.store.append_metrics(make_row(1))
-    first = reader.changes(after=0)
-    reader.store.append_metrics(make_row(2))
-    second = reader.changes(after=first.position)
-    assert [[row["step"] for row in each.rows] for each in (first, second)] == [[1], [2]]
+    else:
+        reader.store.append_metrics(make_row(1))
+        first = reader.changes(after=0)
+        reader.store.append_metrics(make_row(2))
+        second = reader.changes(after=first.position)
+        assert [[row["step"] for row in each.rows] for each in (first, second)] == [[1], [2]]
 
-
-def test_reading_leaves_the_folder_unchanged(scene, reader):
-    def files() -> dict[str, bytes]:
-        paths = (path for path in scene[0].rglob("*") if path.is_file() and "store" not in path.parts)
-        return {str(path): path.read_bytes() for path in paths}
-
-    before = files()
-    reader.poll()
-    reader.view()
-    reader.line()
+    # A list needs the folder alone.
+    assert [row["step"] for row in reader.rows()] == list(range(1, STEPS + 1))
+    monkeypatch.setattr(reader, "open_store", None)
+    line = reader.line()
+    assert (line.step, line.mode) == (STEPS, "async" if expected.is_readable else "")
+    of_folder = "running" if expected.is_live else "stopped"
+    assert line.phase == (of_folder if expected.phase == "starting" else expected.phase)
     reader.steps()
-    assert files() == before
+    assert contents(folder) == before
 
 
 def test_a_reader_follows_a_run_that_is_resumed_with_other_settings(tmp_path):

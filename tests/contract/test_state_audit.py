@@ -1,10 +1,9 @@
-"""The state audit finds each contradiction planted in a sound store."""
-
 import pytest
 import redis
 
 from slipstream.buffer.codec import encode
 from slipstream.buffer.records import CheckpointPointer
+from tests.cases import cases
 from tests.chaos.state_audit import Snapshot, find_end_problems, find_progress_problems, find_state_problems
 from tests.chaos.state_audit import read_snapshot as read
 from tests.chaos.watched.journal import Life
@@ -46,48 +45,40 @@ def snapshot(store, *commands: tuple) -> Snapshot:
     return read(admin, store._prefix)
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (("ZADD", "returned", 0, "3"), "group 3 is in returned and ready"),
-        (("ZADD", "leases", 0, "1"), "group 1 is in used and leases"),
-        (("ZREM", "ready", "3"), "groups with a record"),
-        (("ZADD", "reusable", 0, "3"), "groups to be used again that are not used: the store has ['3']"),
-        (("HDEL", "group:3", "at:1"), "members of group 3"),
-        (("HDEL", "payloads:2", "0"), "members of group 2"),
-        (("HSET", "group:4", "size", "1"), "group 4 waits for members, and has all 1"),
-        (("HSET", "group:3", "size", "3"), "group 3 waits for no members, and has 2 of 3"),
-        (("ZREM", "open", "4"), "open groups: the store has []"),
-        (("DEL", "leases_of:generator-0"), "leases by owner"),
-        (("HSET", "run", "step", "1"), "steps of the ledger: the store has [1, 2]"),
-        (("HSET", "run", "fence", "3"), "the newest fence is 4, the store counts 3"),
-        (("HDEL", "claim_fences", "3"), "claims with a fence"),
-        (("ZREM", "claims", "3"), "lists of groups of no claim and no step: the store has ['3']"),
-        (("ZREM", "used_steps", "2"), "lists of groups of no claim and no step: the store has ['2']"),
-        (("HSET", "group:3", "steps", "7"), "group 3 was trained on in the steps [7]"),
-        (("HINCRBY", "counters", "open_members", "1"), "counters: the store has {'open_members': 2"),
-        (("HINCRBY", "counters", "payload_bytes", "-1"), "counters"),
-        (("HINCRBY", "run", "admitted", "1"), "groups admitted: the store has 7"),
-    ],
+@cases(
+    "command, words",
+    (("ZADD", "returned", 0, "3"), "group 3 is in returned and ready"),
+    (("ZADD", "leases", 0, "1"), "group 1 is in used and leases"),
+    (("ZREM", "ready", "3"), "groups with a record"),
+    (("ZADD", "reusable", 0, "3"), "groups to be used again that are not used: the store has ['3']"),
+    (("HDEL", "group:3", "at:1"), "members of group 3"),
+    (("HDEL", "payloads:2", "0"), "members of group 2"),
+    (("HSET", "group:4", "size", "1"), "group 4 waits for members, and has all 1"),
+    (("HSET", "group:3", "size", "3"), "group 3 waits for no members, and has 2 of 3"),
+    (("ZREM", "open", "4"), "open groups: the store has []"),
+    (("DEL", "leases_of:generator-0"), "leases by owner"),
+    (("HSET", "run", "step", "1"), "steps of the ledger: the store has [1, 2]"),
+    (("HSET", "run", "fence", "3"), "the newest fence is 4, the store counts 3"),
+    (("HDEL", "claim_fences", "3"), "claims with a fence"),
+    (("ZREM", "claims", "3"), "lists of groups of no claim and no step: the store has ['3']"),
+    (("ZREM", "used_steps", "2"), "lists of groups of no claim and no step: the store has ['2']"),
+    (("HSET", "group:3", "steps", "7"), "group 3 was trained on in the steps [7]"),
+    (("HINCRBY", "counters", "open_members", "1"), "counters: the store has {'open_members': 2"),
+    (("HINCRBY", "counters", "payload_bytes", "-1"), "counters"),
+    (("HINCRBY", "run", "admitted", "1"), "groups admitted: the store has 7"),
+    # Progress that the ledger contradicts.
+    (("HSET", "run", "version", "3"), "version 3 is committed, the newest step is 2"),
+    (("HSET", "run", "checkpoint", encode(CheckpointPointer(3, 3, "step-3"))), "covers step 3"),
+    (("HSET", "run", "consumed", "3"), "progress: the store has {'consumed': 3"),
+    (("HSET", "run", "uses", "3"), "'uses': 3"),
+    (("HINCRBY", "counters", "trained", "-2"), "'trained': 2}"),
 )
-def test_keys_that_contradict_each_other_are_found(store, command, words):
-    assert find_state_problems(snapshot(store)) == []
-    assert any(words in problem for problem in find_state_problems(snapshot(store, command)))
+def test_keys_that_contradict_each_other_or_the_ledger_are_found(store, command, words):
+    def problems(found: Snapshot) -> list[str]:
+        return [*find_state_problems(found), *find_progress_problems(found)]
 
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (("HSET", "run", "version", "3"), "version 3 is committed, the newest step is 2"),
-        (("HSET", "run", "checkpoint", encode(CheckpointPointer(3, 3, "step-3"))), "covers step 3"),
-        (("HSET", "run", "consumed", "3"), "progress: the store has {'consumed': 3"),
-        (("HSET", "run", "uses", "3"), "'uses': 3"),
-        (("HINCRBY", "counters", "trained", "-2"), "'trained': 2}"),
-    ],
-)
-def test_progress_that_the_ledger_contradicts_is_found(store, command, words):
-    assert find_progress_problems(snapshot(store)) == []
-    assert any(words in problem for problem in find_progress_problems(snapshot(store, command)))
+    assert problems(snapshot(store)) == []
+    assert any(words in problem for problem in problems(snapshot(store, command)))
 
 
 def test_an_end_that_the_learners_journals_contradict_is_found(store):

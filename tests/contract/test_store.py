@@ -1,10 +1,7 @@
-"""Every store: the run, leases, trajectories, claims, steps, evaluations, finished groups."""
-
 import threading
 
 import pytest
 
-from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import RunConflictError, StaleFenceError
 from slipstream.buffer.records import CheckpointPointer, Insertion, Lease
 from slipstream.buffer.sampling import FileShare, NotReady, row_of
@@ -71,10 +68,8 @@ def test_a_run_starts_at_zero_is_found_again_where_it_stands_and_its_versions_on
 def test_only_settings_of_the_end_of_a_run_may_change_and_its_phase_and_name_are_known(fresh_store):
     opened = '{"learner": {"prompts_per_step": 8, "max_steps": 10}, "resume": false}'
     open_run(fresh_store, config_json=opened)
-    for changes, key in (
-        ({"config_json": opened.replace("8", "16")}, r"learner\.prompts_per_step"),
-        ({"num_rows": 8}, "num_rows"),
-    ):
+    other = {"config_json": opened.replace("8", "16")}
+    for changes, key in ((other, r"learner\.prompts_per_step"), ({"num_rows": 8}, "num_rows")):
         with pytest.raises(RunConflictError, match=f"{key} must stay"):
             open_run(fresh_store, **{"config_json": opened} | changes)
     longer = opened.replace("10", "20").replace("false", "true")
@@ -84,14 +79,20 @@ def test_only_settings_of_the_end_of_a_run_may_change_and_its_phase_and_name_are
         fresh_store.open_run("somebody-else", config_json="{}", num_rows=NUM_ROWS, seed=SEED)
 
 
-def test_leases_follow_the_seeded_permutation_of_rows(store):
-    leases = lease(store, 2 * NUM_ROWS)
-    assert [each.ordinal for each in leases] == list(range(2 * NUM_ROWS))
-    assert [each.row for each in leases] == [row_of(n, num_rows=NUM_ROWS, seed=SEED) for n in range(2 * NUM_ROWS)]
+def test_leases_follow_the_seeded_permutation_of_rows_up_to_the_limit(store):
+    most = 2 * NUM_ROWS
+    leases = lease(store, most)
+    assert [each.ordinal for each in leases] == list(range(most))
+    assert [each.row for each in leases] == [row_of(n, num_rows=NUM_ROWS, seed=SEED) for n in range(most)]
     assert sorted(each.row for each in leases[:NUM_ROWS]) == list(range(NUM_ROWS))
     assert leases[3] == Lease(
         id="3-0", group_id="3", purpose="train", row=leases[3].row, ordinal=3, attempt=0, indices=[0, 1]
     )
+    asked = {"owner": "g", "max_groups": 10, "group_size": GROUP_SIZE, "lease_s": 60.0}
+    assert len(store.lease(admission_limit=most + 3, **asked)) == 3
+    assert store.lease(admission_limit=most + 3, **asked) == lease(store, 0) == lease(store, -1) == []
+    assert [each.ordinal for each in store.lease(admission_limit=most + 4, **asked)] == [most + 3]
+    assert store.counts().admitted == most + 4
 
 
 def test_leases_follow_the_mixture_of_files_across_a_restart(fresh_store):
@@ -104,14 +105,6 @@ def test_leases_follow_the_mixture_of_files_across_a_restart(fresh_store):
     assert sum(row < 3 for row in rows) == 4
     with pytest.raises(RunConflictError, match="num_rows must stay"):
         open_run(store, num_rows=[FileShare(3, 0.5), FileShare(NUM_ROWS, 0.75)])
-
-
-def test_admission_stops_at_the_limit(store):
-    asked = {"owner": "g", "max_groups": 10, "group_size": GROUP_SIZE, "lease_s": 60.0}
-    assert len(store.lease(admission_limit=3, **asked)) == 3
-    assert store.lease(admission_limit=3, **asked) == lease(store, 0) == lease(store, -1) == []
-    assert [each.ordinal for each in store.lease(admission_limit=4, **asked)] == [3]
-    assert store.counts().admitted == 4
 
 
 def test_a_returned_prompt_is_leased_again_before_new_ones(store):
@@ -135,22 +128,6 @@ def test_an_owner_returns_only_its_own_leases(store):
     assert store.return_leases_of(owner="a", reason="gone") == 2
     assert store.return_leases_of(owner="a", reason="gone") == 0
     assert (store.counts().leased, store.counts().returned) == (2, 3)
-
-
-def test_leases_lapse_unless_their_owner_renews_them_by_name(store, clock):
-    kept, lost = lease(store, 2, lease_s=10)
-    (foreign,) = lease(store, 1, owner="other", lease_s=10)
-    clock.now += 9
-    named = [kept.id, kept.id, foreign.id, "77-0"]
-    assert renew(store, named, lease_s=10) == 1
-    assert store.reap() == []
-    clock.now += 1
-    assert store.reap() == [
-        f"lease {lost.id} of generator-0 lapsed: its prompt will be leased again",
-        f"lease {foreign.id} of other lapsed: its prompt will be leased again",
-    ]
-    assert store.counts().leased == 1
-    assert renew(store, [foreign.id], owner="other", lease_s=10) == 0
 
 
 @pytest.mark.parametrize("jump_s", [86400.0, -86400.0])
@@ -202,37 +179,30 @@ def test_training_prompts_are_leased_only_before_the_finish(store):
     assert [each.group_id for each in lease(store, 2)] == ["e:2", "0"]
 
 
-def test_a_repeat_is_acknowledged_and_other_content_under_its_id_is_a_conflict(store):
-    (each,) = lease(store)
-    assert store.insert([answer(each, 0)]) == [INSERTED]
-    assert store.insert([answer(each, 0), answer(each, 0)]) == [DUPLICATE, DUPLICATE]
-    assert store.insert([answer(each, 0, reward=Reward(total=0.75))]) == [refused("content_conflict")]
-    assert (store.counts().duplicates, store.counts().accepted) == (2, 1)
-    assert store.counts().refused == {}, "counted when it goes to quarantine"
-
-
-def test_an_answer_for_a_taken_index_is_superseded(store, clock):
+def test_a_repeat_is_acknowledged_other_content_a_conflict_and_an_answer_for_a_taken_index_superseded(store, clock):
     (first,) = lease(store, lease_s=1)
     clock.now += 2
     store.reap()
     (second,) = lease(store)
     assert store.insert([answer(second, 0)]) == [INSERTED]
+    assert store.insert([answer(second, 0), answer(second, 0)]) == [DUPLICATE, DUPLICATE]
+    assert store.insert([answer(second, 0, reward=Reward(total=0.75))]) == [refused("content_conflict")]
+    assert (store.counts().duplicates, store.counts().accepted) == (2, 1)
+    assert store.counts().refused == {}, "counted when it goes to quarantine"
     assert store.insert([answer(first, 0), answer(first, 1)]) == [SUPERSEDED, READY]
     assert store.insert([answer(second, 1)]) == [SUPERSEDED]
     assert store.counts().superseded == 2
+    assert (store.counts().leased, store.counts().ready) == (0, 1), "the new lease has ended"
+    assert renew(store, [second.id], lease_s=1) == 0
 
 
-@pytest.mark.parametrize("is_leased_again", [False, True])
-def test_a_late_answer_completes_its_group_and_ends_the_new_lease(store, clock, is_leased_again):
+def test_a_late_answer_completes_its_group(store, clock):
     (first,) = lease(store, owner="slow", lease_s=1)
     clock.now += 2
     store.reap()
-    second = lease(store, owner="quick") if is_leased_again else []
-    assert store.counts().returned == (not is_leased_again)
+    assert store.counts().returned == 1
     fill(store, first)
-    assert renew(store, [each.id for each in second], owner="quick", lease_s=1) == 0
-    counts = store.counts()
-    assert (counts.leased, counts.returned, counts.ready) == (0, 0, 1)
+    assert (store.counts().leased, store.counts().returned, store.counts().ready) == (0, 0, 1)
     assert lease(store)[0].ordinal == 1
 
 
@@ -251,35 +221,42 @@ def test_an_answer_of_no_lease_or_that_does_not_fit_it_is_refused(store):
     lease(store)
     stray = make_packed("e:0", 0, purpose="greedy", group_size=1, attempt=1)
     assert store.insert([stray]) == [refused("unknown_lease")]
+    others = [("nobody:0", "greedy"), ("e:1", "greedy"), ("e:0", "sampled"), ("0", "greedy"), ("e:0", "train")]
+    strays = [make_packed(group_id, 0, purpose=purpose, group_size=1) for group_id, purpose in others]
+    assert store.insert(strays) == [refused("unknown_group")] * 5
+    assert store.evaluation("nobody") is None
+    store.open_evaluation("of nothing", purpose="greedy", version=0, rows=[])
+    assert store.evaluation("of nothing").is_complete
 
 
-def test_of_many_trajectories_each_has_its_own_outcome_in_order(store):
+def test_of_many_trajectories_each_has_its_own_outcome_in_order_and_is_fetched_by_its_index(store):
     leases = lease(store, 150)
-    whole = [answer(each, index) for each in leases for index in range(GROUP_SIZE)]
-    insertions = store.insert([*whole, make_packed("150", 0), whole[0]])
+    first, second, *others = whole = [answer(each, index) for each in leases for index in range(GROUP_SIZE)]
+    insertions = store.insert([second, first, *others, make_packed("150", 0), whole[0]])
     assert insertions == [INSERTED, READY] * 150 + [refused("unknown_group"), DUPLICATE]
     counts = store.counts()
     assert (counts.ready, counts.open, counts.leased, counts.accepted) == (150, 0, 0, 300)
-    stored = [payload for group in store.fetch([each.group_id for each in leases]) for payload in group]
-    assert stored == [payload for _, payload in whole]
+    groups = store.fetch([each.group_id for each in leases])
+    assert [payload for group in groups for payload in group] == [payload for _, payload in whole]
+    with pytest.raises(StaleFenceError, match="group 777"):
+        store.fetch(["0", "777"])
 
 
-@pytest.mark.parametrize("stage", ["claimed", "used", "retired"])
-def test_answers_for_a_group_past_ready_do_not_change_it(store, stage):
+def test_answers_for_a_group_past_ready_do_not_change_it(store):
     (group_id,) = make_ready(store, 1)
+    late = make_packed(group_id, 0, attempt=1)
     taken = claim(store, 1, 1)
-    if stage != "claimed":
-        commit(store, taken)
-    if stage == "retired":
-        assert (checkpoint(store, 1), checkpoint(store, 1)) == (1, 0)
-        with pytest.raises(StaleFenceError):
-            store.fetch([group_id])
-        assert store.insert([make_packed(group_id, 0)]) == [SUPERSEDED], "a very late repeat"
-        counts = store.counts()
-        assert (counts.open, counts.unarchived, counts.outcomes) == (0, 0, {"retired": 1})
-        assert store.finished(limit=9) == [], "without an archive it is deleted"
-    assert store.insert([make_packed(group_id, 0, attempt=1)]) == [SUPERSEDED]
-    assert store.counts().accepted == GROUP_SIZE
+    assert store.insert([late]) == [SUPERSEDED]
+    commit(store, taken)
+    assert store.insert([late]) == [SUPERSEDED]
+    assert (checkpoint(store, 1), checkpoint(store, 1)) == (1, 0)
+    with pytest.raises(StaleFenceError):
+        store.fetch([group_id])
+    assert store.insert([make_packed(group_id, 0), late]) == [SUPERSEDED, SUPERSEDED], "a very late repeat"
+    counts = store.counts()
+    assert (counts.open, counts.unarchived, counts.outcomes) == (0, 0, {"retired": 1})
+    assert store.finished(limit=9) == [], "without an archive it is deleted"
+    assert counts.accepted == GROUP_SIZE
 
 
 def test_rejected_frames_are_kept_short_few_and_counted(store):
@@ -291,27 +268,21 @@ def test_rejected_frames_are_kept_short_few_and_counted(store):
     assert store.counts().refused == {"malformed": 260}
 
 
-def test_fifo_claims_the_groups_that_were_ready_first_all_or_none(store):
+def test_fifo_claims_the_groups_that_were_ready_first_all_or_none_and_asking_again_takes_a_claim_back(store):
     for each in reversed(lease(store, 3)):
         fill(store, each)
-    assert store.claim(step=1, version=0, num_groups=4, rules=OLDEST_FIRST, lease_s=60) == NotReady(
-        "3 of 4 groups are ready", ready_needed=4
-    )
+    found = store.claim(step=1, version=0, num_groups=4, rules=OLDEST_FIRST, lease_s=60)
+    assert found == NotReady("3 of 4 groups are ready", ready_needed=4)
     assert store.counts().ready == 3
-    assert claim(store, 1, 2).group_ids == ["2", "1"]
+    lost = claim(store, 1, 2)
+    assert lost.group_ids == ["2", "1"]
     assert claim(store, 2, 1).group_ids == ["0"], "two steps may be claimed at once"
-
-
-def test_fetch_returns_each_groups_members_by_index(store):
-    (each,) = lease(store)
-    store.insert([answer(each, 1), answer(each, 0)])
-    make_ready(store, 40)
-    groups = store.fetch([str(ordinal) for ordinal in range(41)])
-    assert len(groups) == 41
-    members = [unpack(payload) for payload in groups[0]]
-    assert [(member.group_id, member.index) for member in members] == [("0", 0), ("0", 1)]
-    with pytest.raises(StaleFenceError, match="group 77"):
-        store.fetch(["0", "77"])
+    again = claim(store, 1, 2)
+    assert again.group_ids == lost.group_ids
+    assert again.fence > lost.fence
+    with pytest.raises(StaleFenceError):
+        commit(store, lost)
+    assert store.counts().claimed == 3
 
 
 def test_a_lapsed_claim_is_fenced_off_and_its_groups_come_back_in_order(store, clock):
@@ -332,17 +303,6 @@ def test_a_lapsed_claim_is_fenced_off_and_its_groups_come_back_in_order(store, c
     with pytest.raises(StaleFenceError):
         commit(store, old)
     commit(store, new)
-
-
-def test_asking_again_for_a_step_takes_its_earlier_claim_back(store):
-    make_ready(store, 3)
-    lost = claim(store, 1, 2)
-    again = claim(store, 1, 2)
-    assert again.group_ids == lost.group_ids
-    assert again.fence > lost.fence
-    with pytest.raises(StaleFenceError):
-        commit(store, lost)
-    assert store.counts().claimed == 2
 
 
 @pytest.mark.parametrize("ending", ["lapse", "roll back"])
@@ -403,14 +363,18 @@ def test_a_claim_takes_no_group_if_one_has_moved(clock):
     check_state(store)
 
 
-def test_a_commit_moves_groups_and_the_runs_step_one_after_the_other(store):
+def test_a_commit_moves_groups_and_the_runs_step_one_after_the_other(store, clock):
+    assert store.run_state().stepped_at is None
     make_ready(store, 3)
     taken, ahead = claim(store, 1, 2), claim(store, 2, 1)
     with pytest.raises(StaleFenceError, match="got step 2 after step 0"):
         commit(store, ahead)
+    clock.now += 5
     commit(store, taken)
-    counts = store.counts()
-    assert (counts.claimed, counts.used, store.run_state().step) == (1, 2, 1)
+    clock.now += 5
+    counts, state = store.counts(), store.run_state()
+    assert (counts.claimed, counts.used, state.step) == (1, 2, 1)
+    assert (state.stepped_at, store.now()) == (1005.0, 1010.0)
     commit(store, taken)
     assert store.counts() == counts, "a repeated commit changes nothing"
     commit(store, ahead)
@@ -504,21 +468,6 @@ def test_each_sample_of_an_evaluation_row_is_a_separate_answer(store, clock):
     assert (store.evaluation("e").accuracy, store.evaluation("e").is_complete) == (2 / 6, True)
 
 
-def test_answers_to_no_row_of_an_evaluation_are_refused(store):
-    assert store.evaluation("nobody") is None
-    store.open_evaluation("e", purpose="greedy", version=0, rows=[0])
-    stray = [
-        make_packed("nobody:0", 0, purpose="greedy", group_size=1),
-        make_packed("e:1", 0, purpose="greedy", group_size=1),
-        make_packed("e:0", 0, purpose="sampled", group_size=1),
-        make_packed("0", 0, purpose="greedy", group_size=1),
-        make_packed("e:0", 0, purpose="train", group_size=1),
-    ]
-    assert store.insert(stray) == [refused("unknown_group")] * 5
-    store.open_evaluation("of nothing", purpose="greedy", version=0, rows=[])
-    assert store.evaluation("of nothing").is_complete
-
-
 def test_an_evaluation_accepts_answers_only_from_its_version(store):
     store.announce_version(3)
     for version in (2, 3):
@@ -532,10 +481,8 @@ def test_an_evaluation_accepts_answers_only_from_its_version(store):
         assert store.insert([answer(leased[0], version_spans=spans)]) == [refused("other_version")]
     store.return_leases(lease_ids=[leased[0].id], reason="refused")
     (again,) = store.lease(owner="generator-0", max_groups=9, version=3, **ask)
-    assert (
-        store.insert([answer(each, attempt=each.attempt, version_spans=exact) for each in (again, leased[1])])[1]
-        == READY
-    )
+    sent = [answer(each, attempt=each.attempt, version_spans=exact) for each in (again, leased[1])]
+    assert store.insert(sent)[1] == READY
     assert [each.row for each in store.lease(owner="generator-0", max_groups=1, version=2, **ask)] == [0, 1]
 
 

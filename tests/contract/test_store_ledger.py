@@ -1,6 +1,3 @@
-"""The step ledger moves from the store to the archive: each step is in exactly one of them for every reader, and the
-store keeps what a resume needs."""
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +7,12 @@ import pytest
 from slipstream.broker.archiver import Archiver
 from slipstream.buffer.archive.archive import Archive, whole_ledger
 from slipstream.buffer.codec import unpack
-from slipstream.buffer.errors import StaleFenceError, StoreUnavailableError
+from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import StepEntry, VersionEntry
 from slipstream.buffer.redis import store as redis_store
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.store import RedisStore
-from slipstream.buffer.sampling import Sample, SamplingRules
-from slipstream.configs.buffer import ArchiveConfig, FreshestConfig
+from slipstream.configs.buffer import ArchiveConfig
 from tests.builders import make_finished
 from tests.contract.stores import (
     GROUP_SIZE,
@@ -44,7 +40,6 @@ def store(fresh_store: AnyStore) -> AnyStore:
 
 
 def train(store: AnyStore, *steps: int) -> list[StepEntry]:
-    """Commit steps of one group each. Returns their entries."""
     claims = [claim(store, step, 1) for step in steps]
     for each in claims:
         commit(store, each)
@@ -61,7 +56,6 @@ def archiver(store: AnyStore, tmp_path: Path) -> Iterator[Archiver]:
 
 
 def assert_whole(store: AnyStore, folder: Path, entries: list[StepEntry]) -> None:
-    """Check that readers of store and archive find each entry once."""
     archive = Archive(folder)
     for first in range(1, len(entries) + 2):
         assert whole_ledger(store, archive, first_step=first) == entries[first - 1 :]
@@ -101,15 +95,6 @@ def test_a_step_without_a_checkpoint_or_with_another_entry_stays(store):
     assert store.forget_steps(entries[1]) == 2
     assert store.forget_steps(entries[1]) == 0, "repeated after a lost answer"
     assert store.ledger() == entries[2:]
-
-
-def test_only_the_chief_moves_steps(store):
-    (entry,) = train(store, 1)
-    checkpoint(store, 1)
-    chief = store.report_broker("broker", incarnation="one", facts={}, lease_s=60.0)
-    with pytest.raises(StaleFenceError, match="must be the chief"):
-        store.forget_steps(entry, fence=chief.fence + 1)
-    assert store.forget_steps(entry, fence=chief.fence) == 1
 
 
 def test_an_audit_finds_moved_steps_that_are_lost_or_trained_on_again(store):
@@ -176,16 +161,6 @@ def test_a_kill_around_the_removal_leaves_every_step_once(store, archiver, tmp_p
     assert_whole(store, tmp_path, entries)
 
 
-def test_a_failure_to_write_the_ledger_leaves_the_steps_in_the_store(store, archiver, tmp_path):
-    entries = train(store, 1, 2)
-    checkpoint(store, 2)
-    (tmp_path / "ledger.jsonl").unlink()
-    (tmp_path / "ledger.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"No space left|Invalid argument"):
-        archiver.flush()
-    assert store.ledger() == entries
-
-
 GROUPS = [make_finished(group_id) for group_id in ("5", "2", "9")]
 
 
@@ -208,22 +183,6 @@ def test_groups_are_claimed_in_the_order_loaded_and_prompts_between_them_never_l
     assert (counts.admitted, counts.ready, counts.accepted) == (3, 1, 3 * GROUP_SIZE)
     assert counts.payload_bytes == sum(map(len, GROUPS[2].payloads)), "what is retired is gone"
     assert [each.ordinal for each in lease(loaded, 1)] == [10]
-
-
-def test_a_planned_step_claims_its_groups_under_any_rules(loaded: RedisStore):
-    loaded.load(GROUPS, samples={1: Sample(["9", "5"], weights=[1.0, 2.0], reused=[False, False])})
-    taken = claim(loaded, 1, 1, rules=SamplingRules(FreshestConfig()))
-    assert (taken.group_ids, taken.weights) == (["9", "5"], [1.0, 2.0])
-    commit(loaded, taken)
-    assert claim(loaded, 2, 1).group_ids == ["2"]
-
-
-def test_groups_that_several_steps_take_stay_until_the_last(loaded: RedisStore):
-    loaded.load(GROUPS, samples={step: Sample(["9"], weights=[1.0], reused=[step > 1]) for step in (1, 2)})
-    for step in (1, 2):
-        commit(loaded, claim(loaded, step, 1))
-        checkpoint(loaded, step)
-    assert loaded.counts().outcomes == {"retired": 1}
 
 
 def test_of_a_long_ledger_only_the_steps_that_are_asked_for_are_read(loaded: RedisStore):

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -44,9 +44,7 @@ class Scene:
 
     has_deltas = True
 
-    def __init__(
-        self, folder: Path, *, num_columns: int = 4096, make_store: Callable[[Path], SnapshotStore] = SnapshotStore
-    ) -> None:
+    def __init__(self, folder: Path, *, num_columns: int = 4096, make_store=SnapshotStore) -> None:
         self.folder = folder
         self.num_columns = num_columns
         self.store = make_store(folder / "weights")
@@ -66,9 +64,7 @@ class Scene:
         self.fetchers.append(Fetcher(KEYS, lend_at=address, host_weights=weights))
         return self.fetchers[-1]
 
-    def order(
-        self, version: int, *lenders: str, is_lent: bool = False, timeout_s: float = TIMEOUT_S, folder: object = "/no"
-    ) -> Update:
+    def order(self, version: int, *lenders: str, is_lent=False, timeout_s=TIMEOUT_S, folder: object = "/no") -> Update:
         """`folder`: where the learner's versions are seen, if they are."""
         update, packed = self.version(version)
         source = SnapshotSource(self.server.address, str(folder), self.has_deltas, list(lenders), is_lent)
@@ -168,9 +164,7 @@ def test_a_bucket_is_lent_on_before_the_next_one_has_arrived(scene: Scene) -> No
     assert scene.server.num_bytes == NUM_BYTES
 
 
-def test_a_lender_over_a_slow_link_is_not_taken_for_one_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lender_over_a_slow_link_is_not_taken_for_one_that_hangs(tmp_path, monkeypatch):
     class SlowStore(SnapshotStore):
         def read_part(self, version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
             time.sleep(0.1)
@@ -245,22 +239,17 @@ def test_a_lender_without_the_delta_costs_no_snapshot(scene: Scene) -> None:
     assert [error.is_altered for error in fetcher.lender_errors] == [False]
 
 
-def test_a_lender_that_is_gone_or_has_moved_on_is_passed_over(scene: Scene) -> None:
+def test_a_lender_that_never_begins_is_gone_or_has_moved_on_is_passed_over(scene, monkeypatch):
+    monkeypatch.setattr(fetcher_module, "_GIVE_UP_S", 0.5)
     scene.publish(1)
-    lender, fetcher = scene.join(), scene.join()
+    lender, fetcher, last = (scene.join() for _ in range(3))
+    assert scene.fetch(fetcher, 1, lender.lends_at) == NUM_BYTES
+    assert "must begin to fetch it within 0.5 s" in fetcher.lender_errors[0].reason
     scene.fetch(lender, 1, is_lent=True)
     scene.publish(2)
     scene.fetch(lender, 2, is_lent=True)
-    assert scene.fetch(fetcher, 2, "ipc:///nobody/listens.sock", lender.lends_at) == NUM_BYTES
-    assert "no process listens" in fetcher.lender_errors[0].reason
-
-
-def test_a_lender_that_never_begins_is_given_up(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetcher_module, "_GIVE_UP_S", 0.5)
-    scene.publish(1)
-    lender, fetcher = scene.join(), scene.join()
-    assert scene.fetch(fetcher, 1, lender.lends_at) == NUM_BYTES
-    assert "must begin to fetch it within 0.5 s" in fetcher.lender_errors[0].reason
+    assert scene.fetch(last, 2, "ipc:///nobody/listens.sock", lender.lends_at) == NUM_BYTES
+    assert "no process listens" in last.lender_errors[0].reason
 
 
 def test_a_lender_whose_own_fetch_fails_holds_up_nobody(scene: Scene) -> None:
@@ -331,31 +320,28 @@ def address_of(scene: Scene) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "give_up_s", "reason"),
-    [(signal.SIGKILL, 10.0, "no process listens there now"), (signal.SIGSTOP, 0.5, "then nothing more in time")],
-)
-def test_a_lender_killed_or_stopped_in_mid_transfer_is_replaced_by_the_learner(
-    big: Scene, lender: BaseProcess, monkeypatch: pytest.MonkeyPatch, how: signal.Signals, give_up_s: float, reason: str
-) -> None:
-    monkeypatch.setattr(fetcher_module, "_GIVE_UP_S", give_up_s)
-    weights = HostWeights()
-    fetcher, size = big.join(weights), sum(big.version(1)[0].bucket_bytes)
-    before = big.server.num_bytes
-    underway = big.begin(fetcher, 1, address_of(big))
-    assert eventually(lambda: weights.num_bytes >= size // 3)
-    os.kill(lender.pid, how)
-    assert underway.result(TIMEOUT_S) == size
-    (error,) = fetcher.lender_errors
-    assert not error.is_altered
-    assert reason in error.reason
-    # Received data is not fetched again.
-    assert big.server.num_bytes - before <= size * 2 // 3
+def test_a_lender_stopped_or_killed_in_mid_transfer_is_replaced(big: Scene, lender: BaseProcess, monkeypatch):
+    for how, give_up_s, reason in (
+        (signal.SIGSTOP, 0.5, "then nothing more in time"),
+        (signal.SIGKILL, 10.0, "no process listens there now"),
+    ):
+        monkeypatch.setattr(fetcher_module, "_GIVE_UP_S", give_up_s)
+        weights = HostWeights()
+        fetcher, size = big.join(weights), sum(big.version(1)[0].bucket_bytes)
+        before = big.server.num_bytes
+        underway = big.begin(fetcher, 1, address_of(big))
+        assert eventually(lambda weights=weights, size=size: weights.num_bytes >= size // 3)
+        os.kill(lender.pid, how)
+        assert underway.result(TIMEOUT_S) == size
+        (error,) = fetcher.lender_errors
+        assert not error.is_altered
+        assert reason in error.reason
+        # Received data is not fetched again.
+        assert big.server.num_bytes - before <= size * 2 // 3
+        os.kill(lender.pid, signal.SIGCONT)
 
 
-def test_a_lender_whose_memory_is_being_made_says_that_the_version_comes(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lender_whose_memory_is_being_made_says_that_the_version_comes(scene, monkeypatch):
     """Asked while its first fetch takes memory, and while one of another size takes other memory."""
     weights, asked = HostWeights(), []
 

@@ -1,5 +1,3 @@
-"""Weight transport over Gloo."""
-
 import socket
 import time
 from collections.abc import Iterator
@@ -42,12 +40,9 @@ class Group:
         return OpenEpoch(epoch=epoch, members=members, host=host, port=port, timeout_s=timeout_s)
 
     def open_epoch(self, epoch: int, *, members: list[int]) -> None:
-        """Open an epoch with these receivers, in the order of their ranks."""
         opening = self.opening(epoch, num_members=len(members))
-        joins = [
-            self._threads.submit(self.receivers[member].open_epoch, opening, rank=index + 1)
-            for index, member in enumerate(members)
-        ]
+        ranked = enumerate((self.receivers[member] for member in members), start=1)
+        joins = [self._threads.submit(each.open_epoch, opening, rank=rank) for rank, each in ranked]
         self.sender.open_epoch(epoch, num_members=len(members), timeout_s=TIMEOUT_S)
         for join in joins:
             join.result(TIMEOUT_S)
@@ -56,12 +51,9 @@ class Group:
         """Broadcast; returns the result of each receiver, or raises its error."""
         slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in tensors], bucket_bytes=bucket_bytes)
         packed = pack(tensors, slots, sizes)
-        update = msgspec.structs.replace(
-            announce(slots, sizes, buckets.checksums(packed), timeout_s=TIMEOUT_S), **changes
-        )
-        receipts = [
-            self._threads.submit(self.receivers[member].receive, update, cancelled=Event()) for member in members
-        ]
+        announced = announce(slots, sizes, buckets.checksums(packed), timeout_s=TIMEOUT_S)
+        update, receivers = msgspec.structs.replace(announced, **changes), [self.receivers[each] for each in members]
+        receipts = [self._threads.submit(each.receive, update, cancelled=Event()) for each in receivers]
         self.sender.broadcast(packed, timeout_s=TIMEOUT_S)
         for bucket in packed:
             bucket.zero_()
@@ -74,17 +66,9 @@ class Group:
         self._threads.shutdown()
 
 
-NUM_RECEIVERS = 3
-
-
-def make_group() -> Group:
-    sender = CollectiveSender(HOST, device="cpu")
-    return Group(sender, [CollectiveReceiver(device="cpu") for _ in range(NUM_RECEIVERS)])
-
-
 @pytest.fixture
 def group() -> Iterator[Group]:
-    opened = make_group()
+    opened = Group(CollectiveSender(HOST, device="cpu"), [CollectiveReceiver(device="cpu") for _ in range(3)])
     yield opened
     opened.close()
 
@@ -108,25 +92,21 @@ def assert_same(received: Named, sent: Named) -> None:
         assert torch.equal(got, expected), name
 
 
-def test_weights_arrive_bit_for_bit_in_many_updates_of_an_epoch(group: Group) -> None:
+def test_weights_arrive_bit_for_bit_and_in_the_same_memory_in_many_updates_of_an_epoch(group: Group) -> None:
     group.open_epoch(1, members=[0, 1, 2])
+    places = set()
     for seed in range(5):
         for received in group.update(make_weights(seed), members=[0, 1, 2]):
             assert_same(received, make_weights(seed))
+            places.add(tuple(tensor.data_ptr() for _, tensor in received))
+    assert len(places) == 3
 
 
 def test_membership_changes_from_epoch_to_epoch(group: Group) -> None:
-    for epoch, members in enumerate([[0], [0, 1, 2], [2, 1], [1], [0, 2]]):
+    for epoch, members in enumerate([[0], [], [0, 1, 2], [2, 1], [1], [0, 2]]):
         group.open_epoch(epoch, members=members)
         for received in group.update(make_weights(epoch), members=members):
             assert_same(received, make_weights(epoch))
-
-
-def test_without_members_a_broadcast_returns_at_once(group: Group) -> None:
-    group.sender.open_epoch(1, num_members=0, timeout_s=TIMEOUT_S)
-    assert group.update(make_weights(), members=[]) == []
-    group.open_epoch(2, members=[0])
-    assert_same(group.update(make_weights(), members=[0])[0], make_weights())
 
 
 def test_a_wrong_checksum_is_refused_and_the_epoch_stays_open(group: Group) -> None:
@@ -178,19 +158,13 @@ def test_a_missing_member_is_named_to_all_others(group: Group) -> None:
     assert_same(group.update(make_weights(), members=[0, 2])[1], make_weights())
 
 
-def test_a_late_member_fails_at_once(group: Group) -> None:
+def test_a_late_member_fails_at_once_and_so_does_one_that_cannot_reach_the_learner(group: Group) -> None:
     with pytest.raises(WeightTransferError):
         group.sender.open_epoch(1, num_members=1, timeout_s=0.1)
-    started = time.monotonic()
+    started, opening = time.monotonic(), group.opening(1, num_members=1)
     with pytest.raises(WeightTransferError, match="rank 1 did not arrive in time"):
-        group.receivers[0].open_epoch(group.opening(1, num_members=1), rank=1)
-    assert time.monotonic() - started < TIMEOUT_S / 2
-
-
-def test_an_unreachable_learner_is_an_error_at_once(group: Group) -> None:
-    opening = group.opening(1, num_members=1)
+        group.receivers[0].open_epoch(opening, rank=1)
     group.sender.close()
-    started = time.monotonic()
     with pytest.raises(WeightTransferError, match=r"reach the learner's rendezvous store at 127\.0\.0\.1"):
         group.receivers[0].open_epoch(opening, rank=1)
     assert time.monotonic() - started < TIMEOUT_S / 2
@@ -211,28 +185,16 @@ def test_a_member_that_leaves_fails_the_broadcast_for_all(group: Group) -> None:
     assert_same(group.update(make_weights(), members=[0])[0], make_weights())
 
 
-def listening_ports() -> set[tuple[str, int]]:
-    """Address and port of every socket that this process listens at."""
-    connections = psutil.Process().net_connections("tcp")
-    return {tuple(each.laddr) for each in connections if each.status == psutil.CONN_LISTEN}
-
-
 def test_the_rendezvous_listens_on_its_host_only_and_a_port_in_use_is_named(group: Group) -> None:
     address = group.sender.address
-    assert (HOST, address[1]) in listening_ports()
+    connections = psutil.Process().net_connections("tcp")
+    assert (HOST, address[1]) in {tuple(each.laddr) for each in connections if each.status == psutil.CONN_LISTEN}
     group.open_epoch(1, members=[0])
     assert group.sender.address == address
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(WeightTransferError, match=f"must be an address of this machine .*{port}"):
             CollectiveSender(HOST, device="cpu", ports=[port])
-
-
-def test_staging_memory_is_reused(group: Group) -> None:
-    group.open_epoch(1, members=[0])
-    first = group.update(make_weights(1), members=[0])[0]
-    second = group.update(make_weights(2), members=[0])[0]
-    assert [t.data_ptr() for _, t in first] == [t.data_ptr() for _, t in second]
 
 
 def test_the_default_group_of_torch_is_not_touched(group: Group, tmp_path: Path) -> None:
@@ -254,7 +216,7 @@ def test_the_default_group_of_torch_is_not_touched(group: Group, tmp_path: Path)
             dist.destroy_process_group()
 
 
-def test_a_hundred_epochs_leave_no_threads_and_no_files_behind(group: Group) -> None:
+def test_thirty_epochs_leave_no_threads_and_no_files_behind(group: Group) -> None:
     process = psutil.Process()
 
     def rounds(first: int, count: int) -> tuple[int, int]:
@@ -268,7 +230,7 @@ def test_a_hundred_epochs_leave_no_threads_and_no_files_behind(group: Group) -> 
         return process.num_fds(), process.num_threads()
 
     before = rounds(1, 5)
-    rounds(10, 100)
+    rounds(10, 30)
     # The thread that closes a connection may outlive it by a moment.
     assert eventually(lambda: process.num_fds() <= before[0] and process.num_threads() <= before[1])
 

@@ -10,8 +10,6 @@ _RESUME = "start again with resume=true."
 
 
 class MemoryBatches(MemoryState):
-    """Operations on the learner's batches, see `Store`."""
-
     def claim(
         self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
     ) -> Claim | NotReady:
@@ -47,26 +45,17 @@ class MemoryBatches(MemoryState):
 
     def _queue(self) -> Queue:
         run = self._opened()
-        return Queue(
-            ready=[self._candidate(self._ready[sequence]) for sequence in sorted(self._ready)],
-            reusable=[self._candidate(self._reusable[sequence]) for sequence in sorted(self._reusable)],
-            num_arrived=run.ready_sequence,
-            num_uses=run.uses,
-        )
+        ready = [self._candidate(self._ready[sequence]) for sequence in sorted(self._ready)]
+        reusable = [self._candidate(self._reusable[sequence]) for sequence in sorted(self._reusable)]
+        return Queue(ready, reusable, run.ready_sequence, run.uses)
 
     def _candidate(self, group_id: str) -> Candidate:
         group = self._groups[group_id]
         headers = [member.header for member in group.members.values()]
         rewards = [header.reward for header in headers if header.reward_status == "ok" and not header.is_greedy]
         assert group.oldest_version is not None
-        return Candidate(
-            id=group_id,
-            sequence=group.sequence,
-            oldest_version=group.oldest_version,
-            answered=len(rewards),
-            reward_sum=sum(rewards),
-            reward_squares=sum(reward * reward for reward in rewards),
-        )
+        squares = sum(reward * reward for reward in rewards)
+        return Candidate(group_id, group.sequence, group.oldest_version, len(rewards), sum(rewards), squares)
 
     def _lag(self, group_ids: list[str], *, version: int) -> LagSplit:
         members = [member for group_id in group_ids for member in self._groups[group_id].members.values()]

@@ -30,8 +30,6 @@ from tests.memory_store.state import Group, Member, MemoryState, OpenEvaluation
 
 
 class MemoryPrompts(MemoryState):
-    """Operations on leases, trajectories, and evaluations, see `Store`."""
-
     def lease(
         self,
         *,
@@ -132,14 +130,9 @@ class MemoryPrompts(MemoryState):
         run, group = self._opened(), self._groups[group_id]
         group.owner = owner
         self._leases_of_kind(group_id)[group_id] = deadline
-        return make_lease(
-            group_id,
-            attempt=group.attempt,
-            purpose=group.purpose,
-            indices=[index for index in range(group.size) if index not in group.members],
-            num_rows=run.num_rows,
-            seed=run.seed,
-        )
+        indices = [index for index in range(group.size) if index not in group.members]
+        of_group = {"attempt": group.attempt, "purpose": group.purpose, "indices": indices}
+        return make_lease(group_id, num_rows=run.num_rows, seed=run.seed, **of_group)
 
     def _leases_of_kind(self, group_id: str) -> dict[str, int]:
         return self._evaluation_leases if is_evaluation(group_id) else self._leases
@@ -179,7 +172,6 @@ class MemoryPrompts(MemoryState):
         ]
 
     def _open_groups(self, *, until: int) -> list[Group]:
-        """Incomplete groups with members, the oldest first."""
         waiting = [self._groups[group_id] for group_id in (*self._leases, *map(str, self._returned))]
         first_at = {group.id: group.first_at for group in waiting if group.members}
         return [self._groups[group_id] for group_id in _lapsed(first_at, now=until)]

@@ -30,7 +30,7 @@ from tests.memory_store.batches import MemoryBatches
 from tests.memory_store.prompts import MemoryPrompts
 from tests.memory_store.state import Chief, Run
 
-_COUNTERS = ("accepted_tokens", "superseded_tokens", "wasted_tokens", "trained", "trained_tokens")
+_COUNTERS = ("accepted", "accepted_tokens", "superseded_tokens", "wasted_tokens", "trained", "trained_tokens")
 
 
 class MemoryStore(MemoryPrompts, MemoryBatches):
@@ -132,6 +132,7 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             "used": [group_id for used in self._used.values() for group_id in used.group_ids],
         }
         sizes = {group_id: len(self._groups[group_id].members) for ids in groups.values() for group_id in ids}
+        steps = [entry for entry in (archived() if archived else ()) if entry.step <= run.archived_step]
         snapshot = Snapshot(
             next_ordinal=run.next_ordinal,
             max_uses=run.max_uses,
@@ -140,8 +141,7 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             members={group_id: (size, size) for group_id, size in sizes.items()},
             done=sorted(self._done),
             outcome_members=dict(self._outcome_members),
-            ledger=[entry for entry in (archived() if archived else ()) if entry.step <= run.archived_step]
-            + self.ledger(),
+            ledger=steps + self.ledger(),
             archived_step=run.archived_step if archived else 0,
         )
         return audit(snapshot)
@@ -149,29 +149,19 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
     def counts(self) -> StoreCounts:
         open_sizes = self._open_sizes()
         held = [group for group in self._groups.values() if not group.outcome]
+        run, named = self._opened(), ("refused", "outcomes", "outcome_members", "reasons", "curriculum")
+        numbers = {"admitted": run.admitted, "became_ready": run.ready_sequence, "unarchived": len(self._finished)}
+        numbers |= {"leased": len(self._leases), "returned": len(self._returned), "reusable": len(self._reusable)}
+        numbers |= {"ready": len(self._ready), "open": len(open_sizes), "open_members": sum(open_sizes)}
+        numbers |= {"duplicates": self._counters["duplicate"], "superseded": self._counters["superseded"]}
         return StoreCounts(
-            admitted=self._opened().admitted,
-            became_ready=self._opened().ready_sequence,
-            leased=len(self._leases),
-            returned=len(self._returned),
-            open=len(open_sizes),
-            ready=len(self._ready),
             claimed=sum(len(claim.group_ids) for claim in self._claims.values()),
             used=sum(len(used.group_ids) for used in self._used.values()),
-            reusable=len(self._reusable),
-            accepted=self._counters["accepted"],
-            duplicates=self._counters["duplicate"],
-            superseded=self._counters["superseded"],
-            refused=dict(self._refused),
-            outcomes=dict(self._outcomes),
-            outcome_members=dict(self._outcome_members),
-            reasons=dict(self._reasons),
-            curriculum=dict(self._curriculum),
-            unarchived=len(self._finished),
-            open_members=sum(open_sizes),
             short_members=sum(group.size - len(group.members) for group in held if group.is_closed),
             payload_bytes=sum(len(payload) for group in self._groups.values() for payload in group.payloads),
+            **{name: dict(getattr(self, f"_{name}")) for name in named},
             **{name: self._counters[name] for name in _COUNTERS},
+            **numbers,
         )
 
     def _open_sizes(self) -> list[int]:

@@ -1,5 +1,3 @@
-"""The archiver writes shards and steps when they are due and loses nothing after errors of the store or the disk."""
-
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -126,35 +124,30 @@ def archiver(store: FakeStore, clock: FakeClock, tmp_path: Path) -> Iterator[Arc
 
 
 def shards_in(folder: Path) -> list[list[str]]:
-    """Group ids of each shard."""
     archive = Archive(folder)
     ids = iter([stored.trajectory.group_id for stored in archive.read()])
     return [list(dict.fromkeys(next(ids) for _ in range(shard.rows))) for shard in archive.shards]
 
 
-def test_a_shard_is_written_when_enough_groups_wait(archiver, store, tmp_path):
+def test_a_shard_is_written_when_enough_groups_wait_or_one_has_waited_for_flush_s(archiver, store, clock, tmp_path):
     store.finish(0, 1)
     assert archiver.step() == 0
     assert "finished" not in store.events, "payloads were read although no shard was due"
     store.finish(2, 3)
-    assert archiver.step() == 3
-    assert shards_in(tmp_path) == [["0", "1", "2"]]
+    assert (archiver.step(), archiver.step()) == (3, 0)
     assert [group.id for group in store.groups] == ["3"]
-
-
-def test_a_group_waits_at_most_flush_s(archiver, store, clock, tmp_path):
-    store.finish(0)
-    assert archiver.step() == 0
     clock.now = 29.0
-    store.finish(1)
+    store.finish(4)
     assert archiver.step() == 0
     clock.now = 30.0
     assert archiver.step() == 2
-    store.finish(2)
+    store.finish(5)
     assert archiver.step() == 0, "the time restarts with the first group after a shard"
     clock.now = 60.0
     assert archiver.step() == 1
-    assert shards_in(tmp_path) == [["0", "1"], ["2"]]
+    store.finish(*range(6, 11))
+    assert (archiver.flush(), archiver.flush(), archiver.num_groups) == (5, 0, 11)
+    assert shards_in(tmp_path) == [["0", "1", "2"], ["3", "4"], ["5"], ["6", "7", "8"], ["9", "10"]]
 
 
 def test_a_shard_of_large_groups_has_fewer_of_them(store, tmp_path, monkeypatch):
@@ -163,13 +156,6 @@ def test_a_shard_of_large_groups_has_fewer_of_them(store, tmp_path, monkeypatch)
     store.finish(*range(4), members=2**20 // size // 2 + 1)
     archiver = Archiver(store, tmp_path, CONFIG)
     assert archiver.step() == 1
-
-
-def test_a_flush_archives_everything(archiver, store, tmp_path):
-    store.finish(*range(5))
-    assert archiver.flush() == 5
-    assert shards_in(tmp_path) == [["0", "1", "2"], ["3", "4"]]
-    assert (archiver.flush(), archiver.num_groups) == (0, 5)
 
 
 @pytest.mark.parametrize("operation", ["counts", "finished", "forget"])
@@ -207,29 +193,24 @@ def test_a_full_disk_loses_neither_groups_nor_steps(archiver, store, tmp_path):
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps in the archive's ledger."""
     return [entry.step for entry in Archive(folder).steps()]
 
 
-def test_a_step_is_in_the_ledger_once_all_of_its_groups_are_archived(archiver, store, tmp_path):
+def test_a_step_is_in_the_ledger_once_all_of_its_groups_are_archived_and_in_order(archiver, store, tmp_path):
     store.train(1, 0, 1)
     assert archiver.step() == 0
     assert (steps_in(tmp_path), archiver.last_step) == ([], 0)
     store.finish(7)
     assert archiver.step() == 3
     assert (steps_in(tmp_path), archiver.last_step) == ([1], 1)
+    store.train(2, 2, is_over=False)
+    store.train(3, 3)
+    archiver.flush()
+    assert steps_in(tmp_path) == [1], "group 2 is kept for reuse"
+    store.train(4, 2)
+    archiver.flush()
     assert Archive(tmp_path).steps() == store.steps
     assert Archive(tmp_path).check().is_sound
-
-
-def test_steps_are_written_in_order_even_if_a_group_is_kept_for_reuse(archiver, store, tmp_path):
-    store.train(1, 0, is_over=False)
-    store.train(2, 1)
-    archiver.flush()
-    assert steps_in(tmp_path) == []
-    store.train(3, 0)
-    archiver.flush()
-    assert steps_in(tmp_path) == [1, 2, 3]
 
 
 def test_a_restarted_archiver_continues_the_ledger_and_archives_no_group_twice(archiver, store, clock, tmp_path):

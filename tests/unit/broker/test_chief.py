@@ -1,5 +1,3 @@
-"""Several routers on one store: the shared work, and messages to peers about other brokers."""
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,6 @@ import pytest
 from slipstream.broker import messages
 from slipstream.broker.chief import LEASE_S
 from slipstream.broker.messages import Drain, Hello, LeaseRequest, LivingBrokers, Pong, Prompts, Update, Welcome
-from slipstream.broker.peers import PingRound
 from slipstream.broker.router import Router
 from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.buffer.codec import decode, encode
@@ -24,16 +21,9 @@ class Beside(RouterScene):
 
     def __init__(self, scene: RouterScene, name: str) -> None:
         self.hub, self.clock, self.run, self.store = MemoryBroker(), scene.clock, scene.run, scene.store
-        self.router = Router(
-            self.hub.server(),
-            scene.store,
-            run=scene.run,
-            train=scene.data,
-            heldout={each.name: scene.data for each in scene.run.data.eval_sets},
-            name=name,
-            address="tcp://10.0.0.1:20001",
-            clock=scene.clock,
-        )
+        sets = {"train": scene.data, "heldout": {each.name: scene.data for each in scene.run.data.eval_sets}}
+        at = {"name": name, "address": "tcp://10.0.0.1:20001"}
+        self.router = Router(self.hub.server(), scene.store, run=scene.run, clock=scene.clock, **sets, **at)
 
 
 @pytest.fixture
@@ -169,18 +159,12 @@ def test_a_broker_that_hung_returns_no_lease_of_a_generator_that_went_on_to_anot
     assert first.store.roles()["g0"]["state"] == "ready"
 
 
-def test_a_request_to_drain_reaches_the_generator_of_another_broker(first, second):
-    peers = FakePeer(first, "generator", "g0"), FakePeer(second, "generator", "g1")
-    first.store.request("broker", "drain/g1", str(first.store.now() + 60))
-    tick(first, second)
-    drained = [[each for each in peer.receive() if isinstance(each, Drain)] for peer in peers]
-    assert drained == [[], [Drain("drain requested")]]
-
-
-def test_a_request_to_drain_outlives_the_broker_that_has_sent_the_order(first, second):
-    FakePeer(second, "generator", "g0")
+def test_a_request_to_drain_reaches_the_generator_of_another_broker_and_outlives_that_broker(first, second):
+    other, before = FakePeer(first, "generator", "g1"), FakePeer(second, "generator", "g0")
     first.store.request("broker", "drain/g0", str(first.store.now() + 60))
-    tick(second)
+    tick(first, second)
+    drained = [[each for each in peer.receive() if isinstance(each, Drain)] for peer in (other, before)]
+    assert drained == [[], [Drain("drain requested")]]
     # That broker and its order are lost; the generator moves here.
     peer = FakePeer(first, "generator", "g0")
     tick(first)
@@ -201,8 +185,6 @@ def test_each_broker_offers_what_may_be_leased_to_its_share_of_the_generators(fi
 
 
 class CountedStore:
-    """Counts the calls of a store, by name."""
-
     def __init__(self, store: Any) -> None:
         self._store = store
         self.calls: Counter[str] = Counter()
@@ -218,7 +200,6 @@ class CountedStore:
 
 @pytest.fixture
 def crowd(tmp_path: Path) -> tuple[RouterScene, CountedStore, list[FakePeer]]:
-    """A router, its store, and ready generators."""
     scene = RouterScene(tmp_path)
     counted = CountedStore(scene.store)
     for part in (scene.router, scene.router._leases):
@@ -248,16 +229,6 @@ def test_a_heartbeat_takes_one_call_for_many_peers_and_reaches_each_once_an_inte
     assert len(pings) == NUM_PEERS
     assert counted.since()["heartbeat"] <= 4 * 4 + 4, "four slices of 64"
     assert len(scene.store.roles()) == NUM_PEERS + 1
-
-
-def test_a_round_of_pings_is_spread_and_has_everyone_once():
-    peers: list[Any] = list(range(150))
-    pings, taken = PingRound(peers), []
-    while not pings.is_over:
-        taken.append(pings.take())
-    assert [len(each) for each in taken] == [64, 64, 22]
-    assert [each for part in taken for each in part] == peers
-    assert (pings.share, PingRound(peers[:64]).share, PingRound([]).share) == (1 / 3, 1.0, 1.0)
 
 
 def test_generators_that_wait_cost_a_few_calls_a_round_and_not_some_each(crowd):

@@ -1,5 +1,3 @@
-"""Groups are divided among generators by their throughput."""
-
 import random
 from collections import deque
 from math import inf, isnan
@@ -71,7 +69,6 @@ class Scene:
         return [f"{lease.id}-0" for lease in leases]
 
     def measure(self, peer: Peer, *, count: int, seconds: float) -> None:
-        """Lease `count` groups together and complete them after `seconds`."""
         ids = self.lease(peer, count)
         self.clock.now += seconds
         self.shares.record_stored(peer, ids)
@@ -104,27 +101,9 @@ def test_nothing_is_limited_for_one_generator_or_before_any_is_measured(scene: S
         assert scene.num_groups(scene.add(name), 64) == 64
 
 
-def test_equal_generators_share_equally_and_so_does_a_new_one(scene: Scene):
-    first, second = scene.add("first"), scene.add("second")
-    scene.measure(first, count=8, seconds=2.0)
-    assert scene.shares.is_limiting
-    assert (scene.num_groups(first, 8), scene.num_groups(second, 8)) == (4, 4)
-    scene.lease(first, 4)
-    assert (scene.num_groups(first, 4), scene.num_groups(second, 4)) == (0, 4)
-
-
-def test_the_share_of_a_hanging_or_departed_generator_goes_to_the_others(scene: Scene):
-    fast, slow = pair(scene)
-    scene.lease(fast, 8)
-    assert scene.num_groups(slow, 8) == 0
-    scene.clock.now += 10.1
-    assert scene.num_groups(slow, 8) > 0
-    third, _ = scene.add("third"), scene.shares.remove(fast)
-    assert scene.num_groups(third, 8) > 0
-
-
 def test_a_batch_that_a_slow_generator_would_hold_up_goes_to_it_only_if_unclaimed_for_its_group_time(scene: Scene):
     fast, slow = pair(scene)
+    assert scene.shares.is_limiting
     assert (scene.num_groups(slow, 8), scene.num_groups(fast, 8)) == (0, 8)
     scene.clock.now += 9.9
     assert scene.num_groups(slow, 8) == 0

@@ -1,5 +1,3 @@
-"""A rejected peer receives the reason in one sentence, and the run's events and log show it."""
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +52,6 @@ LIE = "its reward is another"
 
 
 def as_plain(message: Message, **changes: Any) -> dict[str, Any]:
-    """The message as a map, with changed or unknown fields."""
     return decode(encode(message), dict) | changes
 
 
@@ -146,7 +143,7 @@ def test_an_unreadable_hello_is_answered_and_none_of_it_is_stored(scene, changes
     assert scene.store.quarantined_frames() == [("malformed", b"")]
 
 
-def test_each_readable_trajectory_id_of_an_unreadable_put_gets_a_fatal_nack(scene):
+def test_each_readable_trajectory_id_of_an_unreadable_put_of_a_known_peer_gets_a_fatal_nack(scene):
     peer = scene.join()
     peer.lease()
     packed = [make_packed("0", 0), make_packed("0", 1)]
@@ -156,12 +153,7 @@ def test_each_readable_trajectory_id_of_an_unreadable_put_gets_a_fatal_nack(scen
     expected = [("0-0-0", "0-0", True), ("0-0-1", "0-0", True)]
     assert [(nack.id, nack.lease_id, nack.is_fatal) for nack in answers] == expected
     assert all(nack.reason.startswith(f"{UNREADABLE}: ") for nack in answers)
-    assert scene.store.counts().refused == {"malformed": 1}
-    assert scene.store.counts().accepted == 0
-
-
-def test_an_unreadable_put_without_ids_or_from_an_unknown_peer_gets_no_nack(scene):
-    peer = scene.join()
+    assert (scene.store.counts().refused, scene.store.counts().accepted) == ({"malformed": 1}, 0)
     (refuse,) = peer.exchange(HELLO, b"surplus")
     assert "Hello must have one frame" in refuse.reason
     assert peer.exchange({"type": "Put", "headers": [{"name": "0-0-0"}]}) == []
@@ -263,8 +255,6 @@ def test_what_a_full_store_refuses_is_to_be_sent_again():
 
 
 class GuestPeer(FakePeer):
-    """A generator with the key of a guest."""
-
     def __init__(self, hosted: RouterScene, name: str, *, role: str = "generator", key: str = "") -> None:
         client = hosted.hub.client
         hosted.hub.client = lambda: client(guest=key or name)  # type: ignore[method-assign]
@@ -326,15 +316,21 @@ def test_a_guest_gets_training_prompts_once_one_of_ones_own_can_check_it_and_no_
     assert "sampled" in {prompt.lease.purpose for prompt in owned.lease().prompts}
 
 
-def test_answers_of_a_guest_are_checked_by_ones_own_and_never_by_guests(hosted: RouterScene):
+def test_a_check_of_a_guests_answer_counts_once_and_only_from_whoever_was_ordered_which_no_guest_is(hosted):
     first, second, guest, other = own(hosted), own(hosted, "g1"), join(hosted), join(hosted, "alice")
     (prompt, _) = give_answers(hosted, guest)
-    orders = [*ordered(first), *ordered(second)]
-    assert len(orders) == 4
-    assert orders[0].prompt == prompt
+    orders = {peer: ordered(peer) for peer in (first, second)}
+    assert sum(map(len, orders.values())) == 4
+    assert orders[first][0].prompt == prompt
     assert ordered(guest) == ordered(other) == []
-    other.exchange(Audited(AnswerCheck("0-0-0", lie=LIE)))
-    other.exchange(Audited(AnswerCheck("0-0-1", lie=LIE)))
+    for name in ("0-0-0", "0-0-1"):
+        other.exchange(Audited(AnswerCheck(name, lie=LIE)))
+    lies = {peer: [unpack(order.payload).id for order in each] for peer, each in orders.items()}
+    own_lie, *others = lies[first]
+    for name in (*others, *others, *lies[second]):
+        (second if name in others else first).exchange(Audited(AnswerCheck(name, lie=LIE)))
+    for _ in range(2):
+        first.exchange(Audited(AnswerCheck(own_lie, lie=LIE)))
     assert hosted.store.quarantined_guests() == {}
 
 
@@ -363,18 +359,6 @@ def test_a_liar_is_quarantined_with_its_groups_drained_and_may_not_come_back(hos
     assert refusal.reason == f"guest 'mallory' is quarantined and may not join again: {sentence}"
     assert len(honest.lease().prompts) == 2
     assert hosted.store.audit().is_sound
-
-
-def test_a_check_counts_once_and_only_from_whoever_was_ordered(hosted: RouterScene):
-    first, second, guest = own(hosted), own(hosted, "g1"), join(hosted)
-    give_answers(hosted, guest)
-    lies = {peer: [unpack(order.payload).id for order in ordered(peer)] for peer in (first, second)}
-    own_lie, *others = lies[first]
-    for name in (*others, *others, *lies[second]):
-        (second if name in others else first).exchange(Audited(AnswerCheck(name, lie=LIE)))
-    first.exchange(Audited(AnswerCheck(own_lie, lie=LIE)))
-    first.exchange(Audited(AnswerCheck(own_lie, lie=LIE)))
-    assert hosted.store.quarantined_guests() == {}
 
 
 def test_checks_of_a_generator_that_leaves_or_says_nothing_go_to_another(hosted: RouterScene):
@@ -415,35 +399,33 @@ def test_a_guest_whose_answers_wait_for_checks_gets_no_more_leases(tmp_path: Pat
     assert guest.receive()[-1].reason == "guests: 64 of its answers wait for a check"
 
 
-FALSE = {
-    "another group": {"group": "5"},
-    "an attempt of before": {"attempt": 1},
-    "another's name": {"generator_id": "g0"},
-    "another row": {"prompt_uid": "test/9"},
-    "another source": {"data_source": "other"},
-    "another temperature": {"sampling": Sampling(0.5, 1.0, -1, 16, seed=0)},
-    "rewards of turns": {"reward": Reward(total=1.0, turns=[0.5, 0.5])},
-    "contexts": {"context_starts": [8]},
-}
-
-
-@pytest.mark.parametrize("name", FALSE)
-def test_what_a_lease_does_not_ask_for_is_refused(hosted: RouterScene, name: str):
+@cases(
+    "fields",
+    {"group_id": "5"},
+    {"attempt": 1},
+    {"generator_id": "g0"},
+    {"prompt_uid": "test/9"},
+    {"data_source": "other"},
+    {"sampling": Sampling(0.5, 1.0, -1, 16, seed=0)},
+    {"reward": Reward(total=1.0, turns=[0.5, 0.5])},
+    {"context_starts": [8]},
+)
+def test_what_a_lease_does_not_ask_for_is_refused(hosted: RouterScene, fields: dict[str, Any]):
     own(hosted)
     guest = join(hosted)
     (prompt, *_) = guest.lease().prompts
-    fields = dict(FALSE[name])
-    if group := fields.pop("group", ""):
-        fields |= {"group_id": group}
-    header, payload = make_packed(group, 0, generator_id="mallory") if group else answer(prompt, 0, **fields)
-    answers = send_all(guest, (header, payload))
-    assert [type(each) for each in answers] == [Nack]
-    assert answers[0].is_fatal
+    if "group_id" in fields:
+        packed = make_packed(fields["group_id"], 0, generator_id="mallory")
+    else:
+        packed = answer(prompt, 0, **fields)
+    (nack,) = send_all(guest, packed)
+    assert isinstance(nack, Nack)
+    assert nack.is_fatal
     assert hosted.store.counts().accepted == 0
     assert sum(hosted.store.counts().refused.values()) == 1
 
 
-def test_a_guest_answers_its_own_leases_and_is_its_own_generator_and_nothing_else(hosted: RouterScene):
+def test_a_guest_answers_its_own_leases_as_itself_until_any_broker_has_quarantined_it(hosted: RouterScene):
     owned, guest = own(hosted), join(hosted)
     (prompt, *_) = owned.lease().prompts
     (nack,) = send_all(guest, answer(prompt, 0))
@@ -452,6 +434,12 @@ def test_a_guest_answers_its_own_leases_and_is_its_own_generator_and_nothing_els
         (refusal,) = peer.receive()
         assert isinstance(refusal, Refuse)
         assert refusal.reason.startswith("a guest must be a generator named 'alice', got")
+    (prompt, *_) = guest.lease().prompts
+    hosted.store.quarantine_guest("mallory", reason="lies")
+    answers = send_all(guest, answer(prompt, 0, version_spans=[VersionSpan(6, 0)]))
+    assert "guest_quarantined" in [each.reason for each in answers if isinstance(each, Nack)]
+    assert any(isinstance(each, Drain) for each in answers)
+    assert hosted.store.quarantined_guests() == {"mallory": "lies"}
 
 
 def test_a_guest_fetches_deltas_and_its_word_of_lenders_counts_for_nothing(hosted: RouterScene):
@@ -464,17 +452,6 @@ def test_a_guest_fetches_deltas_and_its_word_of_lenders_counts_for_nothing(hoste
     guest.exchange(UpdateApplied(0, 1, Member("mallory", "1"), lender_errors=accused))
     (relayed,) = [message for message in learner.receive() if isinstance(message, UpdateApplied)]
     assert relayed.lender_errors == []
-
-
-def test_a_guest_that_another_broker_has_quarantined_ends_here_with_its_next_answer(hosted: RouterScene):
-    own(hosted)
-    guest = join(hosted)
-    (prompt, *_) = guest.lease().prompts
-    hosted.store.quarantine_guest("mallory", reason="lies")
-    answers = send_all(guest, answer(prompt, 0, version_spans=[VersionSpan(6, 0)]))
-    assert "guest_quarantined" in [each.reason for each in answers if isinstance(each, Nack)]
-    assert any(isinstance(each, Drain) for each in answers)
-    assert hosted.store.quarantined_guests() == {"mallory": "lies"}
 
 
 HONEST = AnswerCheck("0-0-0", num_tokens=100, logprob_diff=1.0, own_logprob_diff=0.01, surplus=2.0, variance=20.0)

@@ -13,7 +13,6 @@ BUCKET_BYTES = 32 * 1024
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]], slots: list[TensorSlot], sizes: list[int]) -> list[Tensor]:
-    """Pack tensors into new buckets."""
     packed = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     buckets.pack(tensors, slots, into=packed)
     return packed
@@ -36,15 +35,11 @@ def make_version(version: int, *, moved=0, seed=0, num_columns: int = 4096) -> t
 
 
 def make_update(version: int, slots: list[TensorSlot], packed: list[Tensor]) -> Update:
-    """The update that announces a version."""
     sizes = [bucket.numel() for bucket in packed]
     return announce(slots, sizes, buckets.checksums(packed), version=version, timeout_s=10.0)
 
 
-def announce(
-    slots: list[TensorSlot], sizes: list[int], checksums: list[int], *, version: int = 0, timeout_s: float = 1.0
-) -> Update:
-    """An update with this layout, without canaries."""
+def announce(slots: list[TensorSlot], sizes: list[int], checksums: list[int], *, version=0, timeout_s=1.0) -> Update:
     layout = {"slots": slots, "bucket_bytes": sizes, "checksums": checksums}
     canaries = {"canary_token_ids": [], "canary_logprobs": [], "max_probe_diff": 1e-3}
     return Update(epoch=1, members=[], version=version, timeout_s=timeout_s, **layout, **canaries)

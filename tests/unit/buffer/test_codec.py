@@ -1,5 +1,3 @@
-"""The codec: round trips, and the refusal of invalid records."""
-
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any

@@ -1,5 +1,3 @@
-"""Sampling: prompt order, samplers, and what a step claims or waits for."""
-
 import json
 from collections import Counter
 from typing import Any
@@ -23,7 +21,6 @@ from slipstream.buffer.sampling import (
     Sample,
     SamplingRules,
     evict,
-    inclusion_probabilities,
     look_ahead,
     priority,
     row_of,
@@ -171,15 +168,9 @@ def test_weights_make_a_prioritized_mean_the_mean_over_all_groups(num_groups):
     sampler = PrioritizedConfig(exponent=0.5)
     samples = [fresh(MIXED, sampler, num_groups, step=step) for step in range(6000)]
     means = [sum(weight * values[name] for name, weight in zip(*each, strict=True)) / num_groups for each in samples]
+    assert fresh(MIXED, UniformConfig(), num_groups)[1] == [1.0] * num_groups
     error = np.std(means) / np.sqrt(len(means))
     assert abs(np.mean(means) - np.mean(list(values.values()))) < 4 * error
-
-
-def test_weights_are_one_when_all_are_equally_likely_and_inclusion_follows_the_exponential_race():
-    assert fresh(MIXED, PrioritizedConfig(), 4)[1] == [1.0] * 4
-    assert fresh(MIXED, UniformConfig(), 2)[1] == [1.0] * 2
-    probabilities = inclusion_probabilities(np.array([1.0, 2.0]), threshold=0.5)
-    np.testing.assert_allclose(probabilities, [1 - np.exp(-0.5), 1 - np.exp(-1.0)])
 
 
 def candidates(*versions: int, first: int = 0) -> list[Candidate]:

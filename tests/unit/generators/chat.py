@@ -31,12 +31,6 @@ TEMPLATES = {
         "{% endfor %}",
         "</s>",
     ),
-    # Phi 3
-    "phi": (
-        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
-        "<|end|>",
-    ),
     # Qwen 3: writes less of turns before the last than the model wrote
     "thinking": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"

@@ -1,5 +1,3 @@
-"""An auditor with its own model: honest answers pass, and each kind of lie shows in the sum of its checks."""
-
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -129,21 +127,13 @@ def test_texts_of_another_model_and_the_likeliest_answers_convict_even_with_the_
     assert " more often over " in scene.verdict(greedy)
 
 
-def invented_logprobs(each: Trajectory) -> dict[str, Any]:
-    return {"generator_logprobs": np.where(each.model_mask, -1.0, 0.0).astype(np.float32)}
-
-
-def inflated_reward(each: Trajectory) -> dict[str, Any]:
-    return {"reward": msgspec.structs.replace(each.reward, total=each.reward.total + 0.5)}
-
-
 def test_a_lie_convicts(scene: Scene, honest: list):
-    for lie, verdict in (
-        (invented_logprobs, "its log-probabilities must be those of the policy"),
-        (inflated_reward, "but the auditor's reward function gives"),
-        (lambda each: {"token_ids": np.roll(each.token_ids, 1)}, "the prompt tokens of"),
-    ):
-        assert verdict in scene.verdict(lying(honest, lie))
+    invented = lying(honest, lambda each: {"generator_logprobs": -each.model_mask.astype(np.float32)})
+    assert "its log-probabilities must be those of the policy" in scene.verdict(invented)
+    raised = lying(honest, lambda each: {"reward": msgspec.structs.replace(each.reward, total=each.reward.total + 0.5)})
+    assert "but the auditor's reward function gives" in scene.verdict(raised)
+    rolled = lying(honest, lambda each: {"token_ids": np.roll(each.token_ids, 1)})
+    assert "the prompt tokens of" in scene.verdict(rolled)
 
 
 def test_a_policy_that_has_changed_since_is_measured_by_answers_of_ones_own(scene: Scene, honest: list):

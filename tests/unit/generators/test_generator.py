@@ -30,6 +30,7 @@ from slipstream.generators.errors import EngineDiedError, EngineError, Generator
 from slipstream.generators.generator import ConcurrencyLimit, Generator
 from slipstream.generators.rewards.pool import RewardPool
 from tests.builders import make_run, make_trajectory
+from tests.cases import cases
 from tests.fakes import NoBytes
 from tests.unit.generators.rewards.scene import until
 
@@ -76,16 +77,11 @@ class Scene:
         self.now = 0.0
         self.agent = FakeAgent(outcome)
         self.client = FakeClient()
-        self.generator = Generator(
-            run=make_run(generators={"group_size": 2}, broker={"max_message_bytes": 4096}),
-            member=Member("g", "1"),
-            client=self.client,  # type: ignore[arg-type]
-            engine=ScriptedEngine(ScriptedEngineConfig()),
-            agent=self.agent,
-            receiver=NoBytes(),
-            rewards=RewardPool(RewardConfig("tests.unit.generators.rewards.samples:by_response", num_workers=0)),
-            clock=lambda: self.now,
-        )
+        run = make_run(generators={"group_size": 2}, broker={"max_message_bytes": 4096})
+        rewards = RewardPool(RewardConfig("tests.unit.generators.rewards.samples:by_response", num_workers=0))
+        parts = {"engine": ScriptedEngine(ScriptedEngineConfig()), "agent": self.agent, "receiver": NoBytes()}
+        parts |= {"client": self.client, "rewards": rewards, "clock": lambda: self.now}
+        self.generator = Generator(run=run, member=Member("g", "1"), **parts)
 
     @property
     def status(self) -> Pong:
@@ -274,26 +270,22 @@ def limits(loads: Iterable[EngineLoad], *, most: int = 64) -> list[int]:
 CUT = (0.95, 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("loads", "expected"),
-    [
-        pytest.param([(0.0, 0, 0)] * 3, [64] * 3, id="an idle engine changes nothing"),
-        pytest.param([(0.99, 0, 0)] * 3, [64] * 3, id="a full cache alone changes nothing"),
-        # 64 * 3/4 = 48, 48 * 3/4 = 36; an unchanged total means no new preemption; 36 * 3/4 = 27.
-        pytest.param([(0.95, 0, n) for n in (0, 1, 5, 5, 6)], [64, 48, 36, 36, 27], id="preemptions take a quarter"),
-        pytest.param([(0.5, 0, n) for n in (0, 60, 120)], [64] * 3, id="preemptions in a cache with room are ignored"),
-        # Queued twice in a row: 64 - 20. Then one group more per observation.
-        pytest.param([(0.5, n, 0) for n in (20, 20, 0)], [64, 44, 52], id="a lasting queue is subtracted"),
-        pytest.param([(0.5, n, 0) for n in (60, 40, 10)], [64] * 3, id="a shrinking queue is ignored"),
-        pytest.param([(0.5, n, 0) for n in (4, 30)], [64, 60], id="a growing queue counts at its former length"),
-        pytest.param([CUT, *[(0.79, 0, 1)] * 4], [48, 56, 64, 64, 64], id="with room it grows by a group"),
-        pytest.param([CUT, *[(0.81, 0, 1)] * 2], [48] * 3, id="without room it does not grow"),
-        pytest.param([CUT, (0.5, 1, 1)], [48] * 2, id="with a queue it does not grow"),
-    ],
+@cases(
+    "loads, expected",
+    pytest.param([(0.0, 0, 0)] * 3, [64] * 3, id="an idle engine changes nothing"),
+    pytest.param([(0.99, 0, 0)] * 3, [64] * 3, id="a full cache alone changes nothing"),
+    # 64 * 3/4 = 48, 48 * 3/4 = 36; an unchanged total means no new preemption; 36 * 3/4 = 27.
+    pytest.param([(0.95, 0, n) for n in (0, 1, 5, 5, 6)], [64, 48, 36, 36, 27], id="preemptions take a quarter"),
+    pytest.param([(0.5, 0, n) for n in (0, 60, 120)], [64] * 3, id="preemptions in a cache with room are ignored"),
+    # Queued twice in a row: 64 - 20. Then one group more per observation.
+    pytest.param([(0.5, n, 0) for n in (20, 20, 0)], [64, 44, 52], id="a lasting queue is subtracted"),
+    pytest.param([(0.5, n, 0) for n in (60, 40, 10)], [64] * 3, id="a shrinking queue is ignored"),
+    pytest.param([(0.5, n, 0) for n in (4, 30)], [64, 60], id="a growing queue counts at its former length"),
+    pytest.param([CUT, *[(0.79, 0, 1)] * 4], [48, 56, 64, 64, 64], id="with room it grows by a group"),
+    pytest.param([CUT, *[(0.81, 0, 1)] * 2], [48] * 3, id="without room it does not grow"),
+    pytest.param([CUT, (0.5, 1, 1)], [48] * 2, id="with a queue it does not grow"),
 )
-def test_the_limit_follows_cache_queue_and_preemptions_between_a_group_and_its_maximum(
-    loads: list[tuple[float, int, int]], expected: list[int]
-):
+def test_the_limit_follows_cache_queue_and_preemptions_between_a_group_and_its_maximum(loads, expected):
     assert limits(EngineLoad(*load) for load in loads) == expected
 
     falling = [EngineLoad(kv_usage=0.95, num_preempted=total) for total in range(1, 12)]
@@ -301,16 +293,14 @@ def test_the_limit_follows_cache_queue_and_preemptions_between_a_group_and_its_m
     assert limits(falling, most=4)[-1] == 4
 
 
-@pytest.mark.parametrize(
+@cases(
     "observed",
-    [
-        pytest.param([(0.95, 1, 32, 24)], id="a decrease starts from what was running"),
-        pytest.param([(0.95, 1, 64, 48), (0.1, 1, 40, 48), (0.1, 1, 41, 56)], id="grows only if it is reached"),
-        pytest.param(
-            [(0.95, 1, 64, 48), (0.95, 2, 60, 48), (0.95, 3, 50, 48), (0.95, 3, 48, 48), (0.95, 4, 48, 36)],
-            id="observations before a decrease takes effect are ignored",
-        ),
-    ],
+    pytest.param([(0.95, 1, 32, 24)], id="a decrease starts from what was running"),
+    pytest.param([(0.95, 1, 64, 48), (0.1, 1, 40, 48), (0.1, 1, 41, 56)], id="grows only if it is reached"),
+    pytest.param(
+        [(0.95, 1, 64, 48), (0.95, 2, 60, 48), (0.95, 3, 50, 48), (0.95, 3, 48, 48), (0.95, 4, 48, 36)],
+        id="observations before a decrease takes effect are ignored",
+    ),
 )
 def test_the_limit_follows_what_is_running(observed: list[tuple[float, int, int, int]]):
     concurrency = ConcurrencyLimit(least=8, most=64)

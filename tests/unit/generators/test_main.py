@@ -17,6 +17,7 @@ from slipstream.runtime.clock import Deadline, WaitTimeoutError
 from slipstream.runtime.credentials import TOKEN_VARIABLE, make_token
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
+from tests.cases import cases
 
 ADDRESS = "broker.address=tcp://127.0.0.1:5757"
 
@@ -65,18 +66,16 @@ def test_a_reward_function_of_the_brokers_alone_is_refused_with_the_setting_that
             accepted(received(generators={"reward": {"function": function}}), [make_run()], [])
 
 
-@pytest.mark.parametrize(
-    ("agent", "code"),
-    [
-        ({"kind": "custom", "function": "os:system"}, "os:system"),
-        ({"kind": "tools", "tools": ["calculator", "os:system"]}, "os:system"),
-        ({"kind": "tools", "tools": [{"function": "os:system"}]}, "os:system"),
-        ({"kind": "tools", "tools": ["python"]}, "python"),
-        ({"kind": "interaction", "interactions": [{"function": "my:User", "name": "a"}]}, "my:User"),
-        ({"kind": "tools", "tools": [{"function": "mcp", "arguments": {"url": "a"}}]}, 'mcp {"url":"a"}'),
-        ({"kind": "tools", "tools": [{"function": "http", "arguments": {"url": "a"}}]}, 'http {"url":"a"}'),
-        ({"kind": "search", "index": "http://evil"}, 'search {"index":"http://evil"}'),
-    ],
+@cases(
+    "agent, code",
+    ({"kind": "custom", "function": "os:system"}, "os:system"),
+    ({"kind": "tools", "tools": ["calculator", "os:system"]}, "os:system"),
+    ({"kind": "tools", "tools": [{"function": "os:system"}]}, "os:system"),
+    ({"kind": "tools", "tools": ["python"]}, "python"),
+    ({"kind": "interaction", "interactions": [{"function": "my:User", "name": "a"}]}, "my:User"),
+    ({"kind": "tools", "tools": [{"function": "mcp", "arguments": {"url": "a"}}]}, 'mcp {"url":"a"}'),
+    ({"kind": "tools", "tools": [{"function": "http", "arguments": {"url": "a"}}]}, 'http {"url":"a"}'),
+    ({"kind": "search", "index": "http://evil"}, 'search {"index":"http://evil"}'),
 )
 @pytest.mark.parametrize("is_named", [False, True])
 def test_code_of_agents_and_tools_never_comes_from_the_broker_alone(agent: dict, code: str, is_named: bool) -> None:

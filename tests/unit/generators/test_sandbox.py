@@ -20,6 +20,7 @@ from slipstream.generators import escapes
 from slipstream.generators import sandbox as module
 from slipstream.generators.rewards.composition import RewardFunctions
 from slipstream.generators.sandbox import Execution, Limits, LocalSandbox, RemoteSandbox, SandboxError
+from tests.cases import cases
 from tests.machines import SANDBOX_IS_REQUIRED, needs_bubblewrap
 from tests.unit.generators.rewards.scene import sample, scores
 from tests.unit.generators.servers import Handler, serve
@@ -46,11 +47,13 @@ def run(code: str, **options: Any) -> Execution:
 
 
 @in_bubblewrap
-def test_code_runs_with_its_input():
-    assert run("print(sum(map(int, input().split())))", stdin="3 4\n") == Execution("ok", "7\n", "", 0)
+def test_code_runs_with_its_input_and_leaves_nothing_in_tmp_for_the_next_run():
+    summing = "open('/tmp/left', 'w').write('x'); print(sum(map(int, input().split())))"
+    assert run(summing, stdin="3 4\n") == Execution("ok", "7\n", "", 0)
     failed = run("raise ValueError('no')")
     assert (failed.status, failed.exit_code) == ("error", 1)
     assert failed.stderr.endswith("ValueError: no\n")
+    assert run("import os; print(os.listdir('/tmp'))").stdout == "[]\n"
 
 
 async def attempt(*groups: list[str]) -> dict[str, str]:
@@ -135,12 +138,6 @@ print(started)
 
 
 @in_bubblewrap
-def test_nothing_is_left_in_tmp_for_the_next_run():
-    run("open('/tmp/left', 'w').write('x')")
-    assert run("import os; print(os.listdir('/tmp'))").stdout == "[]\n"
-
-
-@in_bubblewrap
 def test_code_cannot_imitate_a_sandbox_that_failed_to_start(monkeypatch: pytest.MonkeyPatch):
     """The exit code comes from bubblewrap; what the code prints in its name is output."""
     found = run("import sys; print('bwrap: Creating new namespace failed', file=sys.stderr); sys.exit(1)")
@@ -170,14 +167,12 @@ def test_processes_of_a_run_share_one_limit_where_cgroup_v2_has_the_memory_contr
 
 
 @in_bubblewrap
-@pytest.mark.parametrize(
-    ("code", "status"),
-    [
-        ("until = __import__('time').monotonic() + 7\nwhile __import__('time').monotonic() < until: pass", "timeout"),
-        ("import time; time.sleep(7)", "timeout"),
-        ("for _ in range(2**16): print('x' * 2**10)", "output"),
-        ("import sys; sys.stderr.write('x' * 2**20)", "output"),
-    ],
+@cases(
+    "code, status",
+    ("until = __import__('time').monotonic() + 7\nwhile __import__('time').monotonic() < until: pass", "timeout"),
+    ("import time; time.sleep(7)", "timeout"),
+    ("for _ in range(2**16): print('x' * 2**10)", "output"),
+    ("import sys; sys.stderr.write('x' * 2**20)", "output"),
 )
 def test_code_without_an_end_is_ended(code: str, status: str):
     local()

@@ -10,6 +10,7 @@ from slipstream.configs.data import ModelConfig
 from slipstream.generators.errors import PromptError
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
 from tests.builders import make_prompt
+from tests.cases import cases
 from tests.tiny_model import make_tokenizer
 from tests.unit.generators.chat import TEMPLATES, make_chat_tokenizer
 
@@ -25,22 +26,18 @@ def test_text_has_no_special_tokens_and_messages_go_through_the_template(prompt:
 TOO_LONG = r"prompt test/0 .* data.max_prompt_tokens \(6\) tokens, got [78]"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "complaint"),
-    [
-        ("1234567", TOO_LONG),
-        ([{"role": "user", "content": "123456"}], TOO_LONG),
-        ("Ä", "prompt test/0 must be encodable"),
-        ("", "at least one token"),
-    ],
+@cases(
+    "prompt, complaint",
+    ("1234567", TOO_LONG),
+    ([{"role": "user", "content": "123456"}], TOO_LONG),
+    ("Ä", "prompt test/0 must be encodable"),
+    ("", "at least one token"),
 )
 def test_a_prompt_that_cannot_be_encoded_is_an_error(prompt: Any, complaint: str):
     with pytest.raises(PromptError, match=complaint):
         PromptEncoder(make_tokenizer(), max_prompt_tokens=6).encode(make_prompt(prompt))
 
 
-NUM_DIALOGUES = 1_700
-"""For each template."""
 PIECES = [*"+Ä中🙂<:", "the", " answer", "\n", "\n\n", " ", "42", "tool", "</think>", "  ", "\t", "e\u0301"]
 
 
@@ -55,7 +52,7 @@ def test_dialogues_are_the_tokens_of_the_template_around_the_tokens_of_the_model
     rng = random.Random(family)
     end_id = tokenizer.convert_tokens_to_ids(end)
     roles = ["user"] if family in ("gemma", "gpt-oss", "gemma4") else ["user", "tool"]
-    for _ in range(NUM_DIALOGUES):
+    for _ in range(500):
         messages = [{"role": "user", "content": a_text(rng)}]
         token_ids, _ = encoder.encode(make_prompt(messages))
         turns = []
@@ -78,13 +75,11 @@ def test_dialogues_are_the_tokens_of_the_template_around_the_tokens_of_the_model
 NO_ASSISTANT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    ("template", "complaint"),
-    [
-        (None, "must have a chat template"),
-        ("{{ raise_exception('roles must alternate') }}", "must fit the chat template: roles must alternate"),
-        (NO_ASSISTANT, "must render the text of assistant messages"),
-    ],
+@cases(
+    "template, complaint",
+    (None, "must have a chat template"),
+    ("{{ raise_exception('roles must alternate') }}", "must fit the chat template: roles must alternate"),
+    (NO_ASSISTANT, "must render the text of assistant messages"),
 )
 def test_messages_that_the_template_does_not_take_are_an_error(template: str | None, complaint: str):
     tokenizer = make_tokenizer()
@@ -110,13 +105,11 @@ SHOWN = "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls | map(attri
 SHOWN += "<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}RESULT{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
-@pytest.mark.parametrize(
+@cases(
     "shown",
-    [
-        "## Return of {{ m.tool_call_id }}\n",  # Kimi K2
-        # Command A: numbers the calls
-        "{% for c in messages[1].tool_calls %}{% if c.id == m.tool_call_id %}{{ loop.index0 }}{% endif %}{% endfor %}",
-    ],
+    "## Return of {{ m.tool_call_id }}\n",  # Kimi K2
+    # Command A: numbers the calls
+    "{% for c in messages[1].tool_calls %}{% if c.id == m.tool_call_id %}{{ loop.index0 }}{% endif %}{% endfor %}",
 )
 def test_results_that_the_template_shows_with_the_ids_of_calls_are_refused(shown: str):
     tokenizer = make_chat_tokenizer("chatml")
@@ -141,20 +134,18 @@ SEVERAL = (
 SEVERAL_TOOL = "<|im_start|>tool<|header|>4<|/text|>.<|im_end|>\n<|im_start|>assistant<|header|>"
 
 
-@pytest.mark.parametrize(
-    ("template", "last", "between"),
-    [
-        ("", "<|im_end|>", "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"),
-        ("", "<|eot|>", "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"),
-        ("", "4", "<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"),
-        (SEVERAL, "<|im_end|>", f"\n{SEVERAL_TOOL}"),
-        (SEVERAL, "<|/text|>", f".<|im_end|>\n{SEVERAL_TOOL}"),
-        (SEVERAL, "<|eot|>", f".<|im_end|>\n{SEVERAL_TOOL}"),
-        (SEVERAL, "4", f"<|/text|>.<|im_end|>\n{SEVERAL_TOOL}"),
-        (HEADERS, "<|tool|>", "4<|assistant|>"),
-        (HEADERS, "<|user|>", "<|tool|>4<|assistant|>"),
-        (HEADERS, "<|eot|>", "<|tool|>4<|assistant|>"),
-    ],
+@cases(
+    "template, last, between",
+    ("", "<|im_end|>", "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"),
+    ("", "<|eot|>", "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"),
+    ("", "4", "<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"),
+    (SEVERAL, "<|im_end|>", f"\n{SEVERAL_TOOL}"),
+    (SEVERAL, "<|/text|>", f".<|im_end|>\n{SEVERAL_TOOL}"),
+    (SEVERAL, "<|eot|>", f".<|im_end|>\n{SEVERAL_TOOL}"),
+    (SEVERAL, "4", f"<|/text|>.<|im_end|>\n{SEVERAL_TOOL}"),
+    (HEADERS, "<|tool|>", "4<|assistant|>"),
+    (HEADERS, "<|user|>", "<|tool|>4<|assistant|>"),
+    (HEADERS, "<|eot|>", "<|tool|>4<|assistant|>"),
 )
 def test_a_turn_ends_once_whichever_end_token_the_model_wrote(template: str, last: str, between: str):
     tokenizer = make_chat_tokenizer("chatml")
@@ -205,14 +196,12 @@ def test_the_beginning_of_a_text_has_at_most_so_many_tokens():
 NO_THOUGHT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-@pytest.mark.parametrize(
-    ("everywhere", "row", "ending"),
-    [
-        ({}, {}, "<|im_start|>assistant\n"),
-        ({"enable_thinking": False}, {}, NO_THOUGHT),
-        ({}, {"enable_thinking": False}, NO_THOUGHT),
-        ({"enable_thinking": False}, {"enable_thinking": True}, "<|im_start|>assistant\n"),
-    ],
+@cases(
+    "everywhere, row, ending",
+    ({}, {}, "<|im_start|>assistant\n"),
+    ({"enable_thinking": False}, {}, NO_THOUGHT),
+    ({}, {"enable_thinking": False}, NO_THOUGHT),
+    ({"enable_thinking": False}, {"enable_thinking": True}, "<|im_start|>assistant\n"),
 )
 def test_variables_of_the_template_come_from_the_settings_and_the_row(everywhere, row, ending):
     tokenizer = make_chat_tokenizer("qwen3")

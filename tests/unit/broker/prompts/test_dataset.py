@@ -1,5 +1,3 @@
-"""The dataset reads rows as they were written and refuses invalid files with one sentence."""
-
 import datetime
 import gzip
 import json
@@ -151,7 +149,10 @@ def test_rows_of_a_json_file_may_differ_in_their_truths_and_columns_and_csv_hold
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_every_column_reaches_agent_and_reward(tmp_path: Path, suffix: str) -> None:
+def test_every_column_and_the_parts_of_a_message_reach_agent_and_reward(tmp_path: Path, suffix: str) -> None:
+    # Parquet gives every part the fields of all parts: templates ask `'video' in part`.
+    parts = [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "What is this?"}]
+    prompt = [{"role": "user", "content": parts}]
     kept = {
         "tools_kwargs": {"search": {"create_kwargs": {"topk": 3}}},
         "interaction_kwargs": {"name": "corrective", "max_turns": 4},
@@ -159,9 +160,9 @@ def test_every_column_reaches_agent_and_reward(tmp_path: Path, suffix: str) -> N
     }
     own = {"index": 17, "ability": "kept"}
     truth = {"style": "rule", "ground_truth": "1", "rubric": "be brief"}
-    row = ROW | kept | {"agent_name": "tools", "ability": "maths", "extra_info": own, "reward_model": truth}
-    found = Dataset(write(tmp_path, [row], suffix)).row(0)
-    assert found.agent_name == "tools"
+    row = ROW | kept | {"prompt": prompt, "agent_name": "tools", "ability": "maths"}
+    found = Dataset(write(tmp_path, [row | {"extra_info": own, "reward_model": truth}], suffix)).row(0)
+    assert (found.prompt, found.agent_name) == (prompt, "tools")
     assert found.extra_info == own | kept | {"reward_model": {"rubric": "be brief"}}
 
 
@@ -247,14 +248,6 @@ def test_recorded_steps_must_lie_within_the_steps_that_the_passes_give(tmp_path:
             assert with_epochs(run).learner.max_steps == 300
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_the_parts_of_a_message_are_kept(tmp_path: Path, suffix: str) -> None:
-    # Parquet gives every part the fields of all parts: templates ask `'video' in part`.
-    parts = [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "What is this?"}]
-    prompt = [{"role": "user", "content": parts}]
-    assert Dataset(write(tmp_path, [ROW | {"prompt": prompt}], suffix)).row(0).prompt == prompt
-
-
 def test_nulls_dates_bytes_and_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     truths: list[Any] = [{"a": 1}, {"b": [{"c": 2}, {"d": 3}]}]
     rows = [ROW | {"reward_model": {"ground_truth": truth}, "extra_info": truth} for truth in truths]
@@ -319,18 +312,6 @@ def test_a_row_that_fits_into_no_message_is_refused_with_its_size(tmp_path: Path
     assert len(open_datasets(unmeasured)[0]) == 50
 
 
-@pytest.mark.parametrize("most", [8, 9, 10])
-def test_the_file_is_measured_as_generators_encode_it(most: int, tmp_path: Path) -> None:
-    encoder = PromptEncoder(make_tokenizer(), max_prompt_tokens=99)
-    prompt = [{"role": "user", "content": "1+2+3+4"}]
-    length = len(encoder.encode(make_prompt(prompt))[0])
-    if length > most:
-        with pytest.raises(ConfigError, match=f"up to {length} tokens"):
-            open_with(tmp_path, [prompt], max_prompt_tokens=most)
-    else:
-        assert len(open_with(tmp_path, [prompt], max_prompt_tokens=most)[0]) == 1
-
-
 def test_a_shortage_of_heldout_prompts_is_described(tmp_path: Path) -> None:
     path = str(write(tmp_path, [ROW] * 4))
     run = make_run(data={"eval": path}, evaluation={"num_prompts": 2, "num_final_prompts": 6})
@@ -366,13 +347,13 @@ def test_a_template_of_ones_own_is_used_by_whoever_measures_and_renders(content:
     assert dataset_module.count_tokens([messages], model) == [len(token_ids)] == [2 * len(content) + 1]
 
 
-@pytest.mark.parametrize("content", [None, b"  \n", b"\xff\xfe"])
-def test_a_template_that_cannot_be_read_is_named(content: bytes | None, tmp_path: Path) -> None:
-    file = tmp_path / "mine.jinja"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model.chat_template must be a file .*mine.jinja"):
-        read_chat_template(ModelConfig(max_length=64, dtype="float32", path="none", chat_template=str(file)))
+def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    model = ModelConfig(max_length=64, dtype="float32", path="none", chat_template=str(tmp_path / "mine.jinja"))
+    for content in (None, b"  \n", b"\xff\xfe"):
+        if content:
+            (tmp_path / "mine.jinja").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"model.chat_template must be a file .*mine.jinja"):
+            read_chat_template(model)
 
 
 def write_two(folder: Path) -> list[str]:

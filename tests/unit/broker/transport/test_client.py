@@ -1,5 +1,3 @@
-"""A client rejoins after a loss of the broker and resends until acknowledged."""
-
 import asyncio
 import queue
 import threading
@@ -49,8 +47,6 @@ ANNOUNCED = {BEST: "tcp://10.0.0.1:20000", SECOND: "tcp://10.0.0.1:20001"}
 
 
 class FakeBroker:
-    """A broker driven by the test."""
-
     def __init__(self, server: MemoryServerChannel) -> None:
         self.server = server
         self.identity = b""
@@ -69,13 +65,8 @@ class FakeBroker:
 def make_pair():
     hub, clock, received = MemoryBroker(), FakeClock(100.0), []
     broker = FakeBroker(hub.server())
-    client = BrokerClient(
-        hub.client(),
-        hello=Hello("generator", "g", "1", "here", 1),
-        status=lambda: Pong(-1.0, "ready", 3, gauges={"running": 2}),
-        on_message=received.append,
-        clock=clock,
-    )
+    hello, status = Hello("generator", "g", "1", "here", 1), Pong(-1.0, "ready", 3, gauges={"running": 2})
+    client = BrokerClient(hub.client(), hello=hello, status=lambda: status, on_message=received.append, clock=clock)
     return client, broker, clock, received
 
 

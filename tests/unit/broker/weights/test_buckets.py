@@ -1,5 +1,3 @@
-"""Flat buckets hold tensors exactly, in order and aligned, and checksums detect any change."""
-
 import mmap
 import subprocess
 import sys
@@ -78,11 +76,7 @@ def test_slots_are_ordered_aligned_disjoint_and_within_the_limit(sizes: list[int
     assert [slot.bucket for slot in slots] == sorted(slot.bucket for slot in slots)
 
 
-def test_a_large_tensor_gets_its_own_bucket_names_are_unique_and_packing_casts_without_gradients() -> None:
-    tensors = [("a", torch.zeros(4)), ("big", torch.zeros(1000)), ("b", torch.zeros(4)), ("c", torch.zeros(4))]
-    slots, sizes = layout(tensors, bucket_bytes=128)
-    assert [(slot.bucket, slot.offset) for slot in slots] == [(0, 0), (1, 0), (2, 0), (2, 64)]
-    assert sizes == [16, 4000, 80]
+def test_names_are_unique_and_packing_casts_without_gradients() -> None:
     with pytest.raises(WeightTransferError, match="must be unique, got repeated: w"):
         layout([("w", torch.ones(3)), ("w", torch.ones(3))], bucket_bytes=1024)
     source = torch.tensor([1.0, 2.5, 3.00001])
@@ -267,16 +261,14 @@ def test_without_a_limit_the_memory_of_the_machine_counts(mount, lines, monkeypa
     assert free_memory_bytes(mount=mount, own=mount / "absent") == 123 * MIB
 
 
-def test_the_limits_of_this_process_can_be_read():
-    assert 0 < free_memory_bytes() <= psutil.virtual_memory().total
-
-
 def opening(epoch: int) -> OpenEpoch:
     return OpenEpoch(epoch=epoch, members=[], host="memory", port=0, timeout_s=1.0)
 
 
-def test_weights_arrive_bit_for_bit_and_the_sender_may_go_on_with_its_own() -> None:
+def test_weights_arrive_bit_for_bit_in_an_open_epoch_and_the_sender_may_go_on_with_its_own() -> None:
     receiver = MemoryReceiver(sender := MemorySender())
+    with pytest.raises(WeightTransferError, match="must be open"):
+        sender.broadcast([], timeout_s=1.0)
     slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in TENSORS], bucket_bytes=16)
     for epoch in (1, 2):
         sender.open_epoch(epoch, num_members=1, timeout_s=1.0)
@@ -292,17 +284,10 @@ def test_weights_arrive_bit_for_bit_and_the_sender_may_go_on_with_its_own() -> N
             receiver.receive(announce(slots, sizes, [0] * len(checksums)), cancelled=Event())
         with pytest.raises(WeightTransferError, match="announced sizes"):
             receiver.receive(announce(slots, [1], checksums), cancelled=Event())
-
-
-def test_without_its_epoch_neither_end_does_anything() -> None:
-    receiver = MemoryReceiver(sender := MemorySender())
-    with pytest.raises(WeightTransferError, match="must be open"):
-        sender.broadcast([], timeout_s=1.0)
-    sender.open_epoch(1, num_members=1, timeout_s=1.0)
-    for epoch, rank in ((2, 1), (1, 2)):
+    for epoch, rank in ((3, 1), (2, 2)):
         with pytest.raises(WeightTransferError, match="takes ranks 1 to 1"):
             receiver.open_epoch(opening(epoch), rank=rank)
-    receiver.open_epoch(opening(1), rank=1)
+    receiver.open_epoch(opening(2), rank=1)
     sender.close()
     with pytest.raises(WeightTransferError, match="must be open"):
         receiver.receive(announce([], [], []), cancelled=Event())

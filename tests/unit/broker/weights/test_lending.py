@@ -11,7 +11,6 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
 from slipstream.broker.errors import AlteredWeightsError, NotYetError, WeightTransferError
@@ -104,17 +103,6 @@ def test_a_bucket_that_is_being_overwritten_is_not_lent_any_more(tmp_path: Path)
         weights.update_to(other, manifest, with_deltas=False, timeout_s=1.0)
 
 
-def test_a_damaged_bucket_is_never_lent_and_ends_the_loan(tmp_path: Path) -> None:
-    files, weights = WatchedFiles(tmp_path, 1), HostWeights()
-    files.damaged = NAMES[1]
-    with pytest.raises(AlteredWeightsError, match="bucket 1 of 3"):
-        fetch(weights, files, 1)
-    assert weights.newest() is None
-    for name in NAMES:
-        with pytest.raises(WeightTransferError, match="got nothing"):
-            lent(weights, 1, name)
-
-
 def test_nothing_is_lent_unasked(tmp_path: Path) -> None:
     files, weights = WatchedFiles(tmp_path, 1), HostWeights()
     fetch(weights, files, 1, is_lent=False)
@@ -152,11 +140,15 @@ def test_deltas_are_lent_once_all_is_verified_and_of_the_newest_two_versions(tmp
         lent(weights, 2, "delta.json")
 
 
-def test_a_fetch_or_a_delta_that_failed_midway_is_continued_from_another_source(tmp_path: Path) -> None:
+def test_a_fetch_or_a_delta_that_failed_midway_lends_nothing_and_is_continued_from_another_source(tmp_path: Path):
     files, weights = WatchedFiles(tmp_path, 1), HostWeights()
     files.damaged = NAMES[2]
-    with pytest.raises(AlteredWeightsError):
+    with pytest.raises(AlteredWeightsError, match="bucket 2 of 3"):
         fetch(weights, files, 1)
+    assert weights.newest() is None
+    for name in NAMES:
+        with pytest.raises(WeightTransferError, match="got nothing"):
+            lent(weights, 1, name)
     files.damaged, files.names = "", []
     fetch(weights, files, 1)
     assert files.names == NAMES[2:]
@@ -187,8 +179,6 @@ def test_only_files_of_the_lent_version_are_lent_and_bytes_of_another_digest_are
     assert weights.checksum == ""
 
 
-SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x3F80, 0x0001]
-"""bfloat16: zeros, infinities, NaNs, one, the smallest."""
 WIDTHS = st.sampled_from([1, 2, 4, 8])
 
 
@@ -226,16 +216,6 @@ def test_every_bit_is_reproduced(versions: tuple[Tensor, Tensor, int]) -> None:
     assert_round_trip(base, new, width=width)
 
 
-@settings(deadline=None)
-@given(st.data())
-def test_floats_of_every_kind_are_reproduced(data: st.DataObject) -> None:
-    bits = arrays.arrays(np.uint16, 200, elements=st.sampled_from(SPECIAL))
-    base, new = (torch.from_numpy(data.draw(bits)).view(torch.uint8) for _ in range(2))
-    # Padded with unchanged elements, so that the delta is smaller than the bucket.
-    unchanged = torch.arange(4000).to(torch.int16).view(torch.uint8)
-    assert not assert_round_trip(torch.cat([base, unchanged]), torch.cat([new, unchanged]), width=2).is_full
-
-
 def test_the_size_of_a_delta_follows_the_change() -> None:
     bucket = torch.randint(0, 256, (4096,), dtype=torch.uint8)
     assert assert_round_trip(bucket, bucket.clone(), width=2).size_bytes == 0
@@ -260,11 +240,8 @@ def test_a_single_change_is_reproduced_at_any_index(index: int) -> None:
 
 
 def test_the_smallest_element_decides_the_width_and_other_sizes_or_bases_are_refused() -> None:
-    slots = [
-        TensorSlot("a", [2], "float32", 0, 0),
-        TensorSlot("b", [2], "bfloat16", 0, 64),
-        TensorSlot("c", [2], "float64", 1, 0),
-    ]
+    slots = [TensorSlot("a", [2], "float32", 0, 0), TensorSlot("b", [2], "bfloat16", 0, 64)]
+    slots += [TensorSlot("c", [2], "float64", 1, 0)]
     assert [delta.width_of(bucket, slots) for bucket in range(3)] == [2, 8, 1]
     with pytest.raises(WeightTransferError, match="must have the same size, got 8 and 16"):
         delta.encode(torch.zeros(8, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8), width=2)

@@ -1,5 +1,3 @@
-"""Reading an archive, complete or damaged."""
-
 import errno
 from contextlib import closing
 from pathlib import Path
@@ -20,11 +18,13 @@ from slipstream.buffer.durable_files import LineFile
 from slipstream.buffer.errors import ArchiveError, ShardError
 from slipstream.buffer.records import Claim, StepEntry, StoredGroup
 from slipstream.buffer.redis.run_store import open_own_store
+from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward, Sampling, VersionSpan
 from slipstream.configs.base import ConfigError
+from slipstream.configs.buffer import FreshestConfig
 from slipstream.configs.run import RunConfig
 from tests.builders import make_finished, make_run, make_trajectory, write_archive
-from tests.contract.stores import OLDEST_FIRST
+from tests.cases import cases
 
 SECOND = "shard-00000002.parquet"
 ARRAYS = ("token_ids", "model_mask", "generator_logprobs")
@@ -54,13 +54,10 @@ def test_a_folder_without_a_manifest_or_groups_or_with_another_writer_is_refused
     ShardWriter(tmp_path).close()
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda data: data[: len(data) // 2], "as the manifest says"),
-        (lambda data: data[:100] + bytes(len(data) - 200) + data[-100:], "must have checksum"),
-    ],
-    ids=["cut", "damaged"],
+@cases(
+    "spoil, words",
+    (lambda data: data[: len(data) // 2], "as the manifest says"),
+    (lambda data: data[:100] + bytes(len(data) - 200) + data[-100:], "must have checksum"),
 )
 def test_a_damaged_or_missing_shard_is_refused_by_name_and_the_others_are_read(folder: Path, spoil, words) -> None:
     shard = folder / SECOND
@@ -138,7 +135,9 @@ def test_a_group_in_the_overflow_is_not_missed(tmp_path: Path, name: str) -> Non
     with closing(ShardWriter(tmp_path)) as writer:
         writer.write([make_finished("0")])
     LedgerWriter(tmp_path, ManifestWriter(tmp_path)).append([make_step(1, "0", "7")])
-    assert Archive(tmp_path).check().missing == 2
+    check = Archive(tmp_path).check()
+    assert (check.steps, check.missing, check.is_sound) == (1, 2, False)
+    assert check.problems[0].startswith("step 1 must have all of its trajectories in shards, got 2 that are in none")
     (tmp_path / name).mkdir()
     (tmp_path / name / "group-7.msgpack").write_bytes(b"")
     check = Archive(tmp_path).check()
@@ -155,13 +154,6 @@ def make_step(step: int, *group_ids: str, **overrides: object) -> StepEntry:
 
 def write(folder: Path, *entries: StepEntry) -> None:
     LedgerWriter(folder, ManifestWriter(folder)).append(list(entries))
-
-
-def test_steps_come_back_whole_and_in_order(tmp_path: Path) -> None:
-    entries = [make_step(1, "0"), make_step(2, "1", "0", weights=[0.1 + 0.2, 1.0], reused=[False, True])]
-    write(tmp_path, entries[0])
-    write(tmp_path, entries[1])
-    assert Archive(tmp_path).steps() == entries
 
 
 @pytest.mark.parametrize("cut", [20, 0])
@@ -184,43 +176,19 @@ def test_ledger_lines_beyond_the_manifest_are_read_and_recorded_at_the_next_star
         assert [entry.step for entry in Archive(tmp_path).steps()] == [1, 2]
 
 
-@pytest.mark.parametrize("damage", [(b'"version":0', b'"version":9'), (b"schema", b"schemo")])
-def test_a_changed_line_is_refused_by_number(tmp_path: Path, damage: tuple[bytes, bytes]) -> None:
+def test_a_changed_line_is_refused_by_number_and_a_newer_schema_by_name(tmp_path: Path) -> None:
     write(tmp_path, make_step(1, "0"), make_step(2, "1"))
     ledger = tmp_path / LEDGER
-    ledger.write_bytes(ledger.read_bytes().replace(*damage))
-    with pytest.raises(ArchiveError, match=r"line 1 of .*ledger.jsonl must hold a step"):
-        Archive(tmp_path).steps()
-
-
-def test_a_newer_schema_is_refused_by_name(tmp_path: Path) -> None:
-    write(tmp_path, make_step(1, "0"))
-    ledger = tmp_path / LEDGER
-    line = msgspec.json.decode(ledger.read_bytes()) | {"schema": 2, "signature": "x"}
-    ledger.write_bytes(msgspec.json.encode(line) + b"\n")
-    with pytest.raises(ArchiveError, match=r"ledger.jsonl must have schema <= 1, got 2"):
-        Archive(tmp_path).steps()
-
-
-def test_a_step_done_again_replaces_the_old_one_and_all_after_it(tmp_path: Path) -> None:
-    write(tmp_path, *(make_step(step, str(step)) for step in (1, 2, 3)))
-    again = make_step(2, "7", fence=9)
-    writer = LedgerWriter(tmp_path, ManifestWriter(tmp_path))
-    assert writer.lacks([make_step(1, "1"), make_step(2, "2")]) == []
-    assert writer.lacks([make_step(1, "1"), again, make_step(3, "3")]) == [again, make_step(3, "3")]
-    writer.append([again])
-    assert Archive(tmp_path).steps() == [make_step(1, "1"), again]
-    assert LedgerWriter(tmp_path, ManifestWriter(tmp_path)).last_step == 2
-
-
-def test_a_check_compares_the_shards_with_the_ledger(tmp_path: Path) -> None:
-    folder = write_archive(tmp_path, [make_finished("0"), make_finished("1")])
-    write(folder, make_step(1, "0", "1"))
-    assert Archive(folder).check().is_sound
-    write(folder, make_step(2, "1", "5"))
-    check = Archive(folder).check()
-    assert (check.steps, check.missing, check.is_sound) == (2, 2, False)
-    assert check.problems[0].startswith("step 2 must have all of its trajectories in shards, got 2 that are in none")
+    first, second = ledger.read_bytes().splitlines(keepends=True)
+    newer = msgspec.json.encode(msgspec.json.decode(first) | {"schema": 2, "signature": "x"}) + b"\n"
+    for line, words in (
+        (first.replace(b'"version":0', b'"version":9'), r"line 1 of .*ledger.jsonl must hold a step"),
+        (first.replace(b"schema", b"schemo"), r"line 1 of .*ledger.jsonl must hold a step"),
+        (newer, r"ledger.jsonl must have schema <= 1, got 2"),
+    ):
+        ledger.write_bytes(line + second)
+        with pytest.raises(ArchiveError, match=words):
+            Archive(tmp_path).steps()
 
 
 UNFIT = Sampling(1.0, 1.0, -1, 6, 2**63)
@@ -349,9 +317,10 @@ def test_a_store_yields_the_batches_of_the_ledger_and_a_group_as_often_as_it_was
         store.open_run("run", config_json="{}", num_rows=1, seed=0)
         store.load(plan.groups, samples=plan.samples)
         for entry in STEPS:
-            claim = store.claim(step=entry.step, version=entry.version, num_groups=2, rules=OLDEST_FIRST, lease_s=60.0)
+            asked = {"step": entry.step, "version": entry.version, "num_groups": 1, "lease_s": 60.0}
+            claim = store.claim(rules=SamplingRules(FreshestConfig()), **asked)
             assert isinstance(claim, Claim)
-            assert claim.group_ids == entry.group_ids
+            assert claim.group_ids == entry.group_ids, "under any rules"
             store.commit(claim, entry)
         assert store.audit().is_sound
 
@@ -377,26 +346,18 @@ def test_a_step_with_missing_trajectories_is_refused(tmp_path: Path) -> None:
         plan_replay(make_replay(archive))
 
 
-@pytest.fixture
-def mixed(tmp_path: Path) -> Path:
+def test_each_group_comes_once_an_epoch_in_the_order_of_the_seed_and_quarantined_or_rejected_ones_never(tmp_path: Path):
     poison = make_finished("99", state="quarantined", reason="claim_attempts", steps=[])
-    shards = [[make_finished(str(10 * shard + each)) for each in range(3)] for shard in range(3)]
     dull = make_finished("98", state="rejected", reason="zero_advantage", steps=[])
-    return write_archive(tmp_path, *shards, [poison, dull])
-
-
-def test_each_group_comes_once_an_epoch_and_quarantined_or_rejected_ones_never(mixed: Path) -> None:
-    rollouts = Rollouts(mixed, seed=3)
+    shards = [[make_finished(str(10 * shard + each)) for each in range(3)] for shard in range(3)]
+    archive = write_archive(tmp_path, *shards, [poison, dull])
+    rollouts = Rollouts(archive, seed=3)
     assert rollouts.num_groups == 9
     epochs = [rollouts.take(first=9 * epoch, count=9)[0] for epoch in range(3)]
     assert all(sorted(epoch) == ["0", "1", "10", "11", "12", "2", "20", "21", "22"] for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-
-
-def test_the_order_depends_only_on_the_seed_and_members_come_by_index(mixed: Path) -> None:
-    whole = Rollouts(mixed, seed=3).take(first=0, count=20)
-    parts = Rollouts(mixed, seed=3)
+    whole, parts = Rollouts(archive, seed=3).take(first=0, count=20), Rollouts(archive, seed=3)
     assert [parts.take(first=place, count=1)[1][0] for place in range(20)] == whole[1]
-    assert Rollouts(mixed, seed=4).take(first=0, count=20)[0] != whole[0]
+    assert Rollouts(archive, seed=4).take(first=0, count=20)[0] != whole[0]
     members = [unpack(payload) for payload in whole[1][5]]
     assert [(member.group_id, member.index) for member in members] == [(whole[0][5], 0), (whole[0][5], 1)]

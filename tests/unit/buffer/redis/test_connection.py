@@ -1,5 +1,3 @@
-"""Commands packed into one piece equal redis-py's own, and commands that may succeed later are retried."""
-
 import contextlib
 import copy
 import re

@@ -1,7 +1,6 @@
 """Environments for a separate process. They import nothing from Slipstream or the tests."""
 
 import asyncio
-import itertools
 import json
 import os
 import signal
@@ -36,22 +35,12 @@ async def two_turns(row: dict, model: SimpleNamespace, *, hint: str = "sure?") -
     return {"reward": right + 0.25, "parts": {"right": right, "style": 0.25}, "metrics": {"hints": 1}}
 
 
-async def tokens(row: dict, model: SimpleNamespace, *, folder: str) -> float:
-    """Three turns with token ids, which are written to a file."""
-    token_ids, mask, logprobs, versions = [3, 4, 5], [False] * 3, [0.0] * 3, [-1] * 3
-    for number in range(3):
-        answer = await post(model, "/generate", token_ids=token_ids, sampling_params={"max_tokens": 8})
-        choice = answer["choices"][0]
-        spans = [*choice["version_spans"], [len(choice["token_ids"]), None]]
-        for (start, version), (end, _) in itertools.pairwise(spans):
-            versions += [version] * (end - start)
-        token_ids += choice["token_ids"]
-        mask += [True] * len(choice["token_ids"])
-        logprobs += [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        if number < 2:
-            token_ids, mask, logprobs, versions = [*token_ids, 6], [*mask, False], [*logprobs, 0.0], [*versions, -1]
-    (Path(folder) / row["uid"].replace("/", "-")).write_text(json.dumps([token_ids, mask, logprobs, versions]))
-    return 1.0
+async def counting(row: dict, model: SimpleNamespace) -> float:
+    """Ends in another order than it began, with the number of the row."""
+    number = int(row["uid"].partition("/")[2])
+    await asyncio.sleep(0.01 * (number % 4))
+    await ask(model, row["prompt"])
+    return float(number)
 
 
 async def failing(row: dict, model: SimpleNamespace, *, how: str) -> None:

@@ -1,12 +1,11 @@
 """An engine that writes given texts, a scorer, and a runner around both."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from slipstream.broker.messages import Prompt
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
 from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.engines.engine import Completion, ScriptedEngine
@@ -28,9 +27,7 @@ class WritingEngine(ScriptedEngine):
         self.requests: list[tuple[list[int], Sampling, str]] = []
         self.stops: list[Sequence[str]] = []
 
-    async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop=()
-    ) -> Completion:
+    async def generate(self, prompt_token_ids, sampling, *, request_id, stop=()) -> Completion:
         number = len(self.requests)
         self.requests.append((prompt_token_ids, sampling, request_id))
         self.stops.append(stop)
@@ -68,26 +65,13 @@ class RecordingScorer:
 
 
 def make_runner(engine: WritingEngine, *, scorer: RecordingScorer | None = None, token="", **run: Any) -> AgentRunner:
-    return AgentRunner(
-        run=make_run(**run),
-        engine=engine,
-        rewards=scorer or RecordingScorer(),
-        encoder=PromptEncoder(engine.tokenizer, max_prompt_tokens=1000),
-        generator_id="generator-0",
-        token=token,
-    )
+    encoder = PromptEncoder(engine.tokenizer, max_prompt_tokens=1000)
+    parts = {"engine": engine, "rewards": scorer or RecordingScorer(), "encoder": encoder}
+    return AgentRunner(run=make_run(**run), generator_id="generator-0", token=token, **parts)
 
 
 def play(
-    agent: dict[str, Any],
-    texts: Sequence[str | list[int]],
-    *,
-    prompt: Prompt | None = None,
-    family: str = "chatml",
-    max_tokens: int = 400,
-    max_length: int = 2000,
-    inspect: Callable[[WritingEngine, RecordingScorer], None] | None = None,
-    **generators: Any,
+    agent: dict, texts, *, prompt=None, family="chatml", max_tokens=400, max_length=2000, inspect=None, **generators
 ) -> Trajectory:
     """The trajectory of an agent whose model writes these texts. `inspect` gets engine and scorer afterwards."""
     engine, scorer = WritingEngine(texts, family=family), RecordingScorer()

@@ -1,33 +1,24 @@
 import asyncio
-import itertools
-import json
 import os
-import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import psutil
 import pytest
 import structlog
 
 from slipstream.buffer.codec import encode, unpack
-from slipstream.buffer.trajectory import Sampling, Trajectory
-from slipstream.configs.engines import ScriptedEngineConfig
+from slipstream.buffer.trajectory import Trajectory
 from slipstream.generators.agents import agent_processes
-from slipstream.generators.agents.runner import AgentRunner
-from slipstream.generators.engines.engine import Completion, ScriptedEngine
 from slipstream.generators.environments.worker import Model
 from slipstream.generators.errors import GeneratorError
-from slipstream.generators.tokenization import PromptEncoder
-from tests.builders import make_prompt, make_run
+from tests.builders import make_prompt
+from tests.cases import cases
 from tests.runs import until
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, make_runner, play, written
-from tests.unit.generators.chat import make_chat_tokenizer
 from tests.unit.generators.rewards.scene import until as async_until
 
 HERE = str(Path(__file__).with_name("environments.py"))
@@ -49,14 +40,12 @@ def test_an_environment_plays_and_scores():
     assert written(trajectory) == [("it is 41<|im_end|>", True), (between, False), ("42<|im_end|>", True)]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "detail"),
-    [
-        ("failing", {"how": "raise"}, "the environment .*:failing failed: ValueError: no such page"),
-        ("failing", {"how": ""}, "TypeError: it must return a number, or a dict with a number `reward`, got None"),
-        ("failing", {"how": "exit"}, r"the environment .*:failing \(process \d+\) exited"),
-        ("odd", {"found": {"reward": "nan"}}, "odd failed: ValueError: Out of range float values"),
-    ],
+@cases(
+    "name, arguments, detail",
+    ("failing", {"how": "raise"}, "the environment .*:failing failed: ValueError: no such page"),
+    ("failing", {"how": ""}, "TypeError: it must return a number, or a dict with a number `reward`, got None"),
+    ("failing", {"how": "exit"}, r"the environment .*:failing \(process \d+\) exited"),
+    ("odd", {"found": {"reward": "nan"}}, "odd failed: ValueError: Out of range float values"),
 )
 def test_a_failure_costs_one_answer(name: str, arguments: dict[str, Any], detail: str):
     trajectory = play(environment(name, arguments=arguments), ["it is 42"])
@@ -103,9 +92,7 @@ def test_an_environment_that_cannot_be_loaded_ends_the_generator_with_its_reason
         play(environment("two_turns", python="/nowhere/python"), [])
 
 
-def test_a_process_without_a_sign_of_life_is_ended_and_a_blocked_event_loop_is_not_silence(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_process_without_a_sign_of_life_is_ended_and_a_blocked_event_loop_is_not_silence(monkeypatch):
     monkeypatch.setattr(agent_processes, "_SILENCE_TIMEOUT_S", 2.5)
     trajectory = play(environment("failing", arguments={"how": "stop"}), ["it is 42"])
     assert trajectory.reward.status == "error"
@@ -149,67 +136,21 @@ def test_a_field_may_be_named_like_one_of_the_protocol_and_all_answers_share_the
     assert clients[0]._client is clients[1]._client
 
 
-class RandomEngine(ScriptedEngine):
-    def __init__(self) -> None:
-        super().__init__(ScriptedEngineConfig(tokens_per_response=6, seconds_per_token=0.001))
-        self.version = 1
+def test_concurrent_answers_share_a_process_and_are_told_apart():
+    runner = make_runner(WritingEngine(["it is 42"] * 16), generators={"agent": environment("counting")})
 
-    async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop=()
-    ) -> Completion:
-        found = await super().generate(prompt_token_ids, sampling, request_id=request_id)
-        rng = random.Random(sampling.seed)
-        return msgspec.structs.replace(found, logprobs=[-rng.expovariate(1.0) for _ in found.token_ids])
+    async def answer_all() -> list[Trajectory]:
+        await runner.start()
+        try:
+            prompts = [make_prompt(QUESTION, uid=f"test/{number}") for number in range(16)]
+            return await asyncio.gather(*(runner.answer(prompt, i) for i, prompt in enumerate(prompts)))
+        finally:
+            await runner.close()
 
-    async def keep_updating(self) -> None:
-        """Change the version in the middle of answers and of turns."""
-        while True:
-            await asyncio.sleep(0.01)
-            self.version += 1
-
-    def _script(self, seed: int) -> list[int]:
-        rng = random.Random(seed)
-        return [*rng.choices(range(2, 12), k=rng.randint(4, 8)), 1]
-
-
-async def _answer_all(engine: RandomEngine, agent: dict[str, Any], number: int) -> list[Trajectory]:
-    run = make_run(generators={"agent": agent, "sampling": {"max_tokens": 64}}, model={"max_length": 256})
-    encoder = PromptEncoder(make_chat_tokenizer("chatml"), max_prompt_tokens=100)
-    runner = AgentRunner(run=run, engine=engine, rewards=RecordingScorer(), encoder=encoder, generator_id="g")
-    slots = asyncio.Semaphore(16)
-
-    async def answer(index: int) -> Trajectory:
-        async with slots:
-            prompt = make_prompt(QUESTION, uid=f"test/{index}", extra_info={"index": index})
-            return await runner.answer(prompt, index)
-
-    await runner.start()
-    updating = asyncio.create_task(engine.keep_updating())
-    try:
-        return await asyncio.gather(*map(answer, range(number)))
-    finally:
-        updating.cancel()
-        await runner.close()
-
-
-@pytest.mark.parametrize("number", [50, pytest.param(1000, marks=pytest.mark.long)])
-def test_transcripts_of_an_environment_are_those_of_the_endpoint_over_weight_updates(tmp_path: Path, number: int):
-    agent = environment("tokens", arguments={"folder": str(tmp_path)})
-    trajectories = asyncio.run(_answer_all(RandomEngine(), agent, number))
-    told = {file.name: json.loads(file.read_text()) for file in tmp_path.iterdir()}
-    assert len(told) == number
-    for trajectory in trajectories:
-        token_ids, mask, logprobs, versions = told[trajectory.prompt_uid.replace("/", "-")]
-        assert trajectory.token_ids.tolist() == token_ids
-        assert trajectory.model_mask.tolist() == mask
-        assert trajectory.generator_logprobs == pytest.approx(np.array(logprobs, dtype=np.float32), abs=0)
-        assert trajectory.token_versions().tolist() == versions
-        assert trajectory.context_starts == []
-    transcripts = [versions for *_, versions in told.values()]
-    within_answers = sum(len({*versions} - {-1}) > 1 for versions in transcripts)
-    within_turns = sum(any(a != b and -1 not in (a, b) for a, b in itertools.pairwise(each)) for each in transcripts)
-    assert within_answers > number / 2
-    assert within_turns > number / 10
+    found = asyncio.run(answer_all())
+    assert [(each.prompt_uid, each.reward.total, each.num_turns) for each in found] == [
+        (f"test/{number}", float(number), 1) for number in range(16)
+    ]
 
 
 PYTHON = os.environ.get("SLIPSTREAM_VERIFIERS_PYTHON", "")

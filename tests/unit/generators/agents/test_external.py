@@ -57,9 +57,12 @@ def play(agent: Agent, *, silence_timeout_s: float = 5.0, answer_timeout_s: floa
     return unpack(encode(asyncio.run(both()))), scorer
 
 
-def test_an_agent_takes_a_row_talks_and_posts_its_reward():
+def test_an_agent_takes_a_row_talks_and_posts_its_reward(monkeypatch: pytest.MonkeyPatch):
     async def agent(outside: Outside) -> None:
+        await asyncio.sleep(0.3)
+        assert re.match(r"1 answers wait for an agent, the oldest for \d s; 0 are taken: start", outside.runner.waiting)
         lease = await outside.take()
+        assert outside.runner.waiting == ""
         assert (lease["prompt"], lease["ground_truth"], lease["extra_info"]) == (QUESTION, "31284", {"n": 3})
         assert (lease["purpose"], lease["model"]) == ("train", "test")
         early = await outside.post("/v1/reward", lease["api_key"], reward=1.0)
@@ -73,6 +76,7 @@ def test_an_agent_takes_a_row_talks_and_posts_its_reward():
         # Nothing is trained on twice, or changed after its end.
         assert (await outside.post("/v1/reward", lease["api_key"], reward=9.0)).status_code == 401
 
+    monkeypatch.setattr(agent_processes, "_REPORT_AFTER_S", 0.2)
     trajectory, scorer = play(agent)
     reward = trajectory.reward
     assert (reward.total, reward.parts, reward.is_correct) == (0.5, {"style": 0.5}, True)

@@ -8,6 +8,7 @@ from slipstream.buffer.codec import encode, unpack
 from slipstream.configs.base import ConfigError
 from slipstream.generators.errors import EngineError, PromptError
 from tests.builders import make_prompt
+from tests.cases import cases
 from tests.unit.generators.agents import tools
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, broken_engine, play, written
 from tests.unit.generators.chat import make_chat_tokenizer
@@ -27,17 +28,15 @@ def test_rewards_of_turns_are_added_to_the_reward_of_the_answer():
     assert unpack(encode(trajectory)).num_turns == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "stop_reason", "detail"),
-    [
-        ("broken", "error", "tool_failure", "the agent failed: ValueError: no connection ?"),
-        ("endless", "timeout", "timeout", "an answer must end within 0.1 s"),
-        ("wordless", "error", "tool_failure", "the agent failed: ValueError: max_tokens of a turn must be >= 1, got 0"),
-        ("impatient", "error", "tool_failure", "the agent failed: TimeoutError: the page must load"),
-        ("forsaken", "error", "tool_failure", "the agent failed: CancelledError"),
-        ("leaving", "error", "tool_failure", "the agent failed: SystemExit: 0"),
-        ("unpaid", "error", "stop", "the agent must reward each of 1 turns, got 2 rewards"),
-    ],
+@cases(
+    "name, status, stop_reason, detail",
+    ("broken", "error", "tool_failure", "the agent failed: ValueError: no connection ?"),
+    ("endless", "timeout", "timeout", "an answer must end within 0.1 s"),
+    ("wordless", "error", "tool_failure", "the agent failed: ValueError: max_tokens of a turn must be >= 1, got 0"),
+    ("impatient", "error", "tool_failure", "the agent failed: TimeoutError: the page must load"),
+    ("forsaken", "error", "tool_failure", "the agent failed: CancelledError"),
+    ("leaving", "error", "tool_failure", "the agent failed: SystemExit: 0"),
+    ("unpaid", "error", "stop", "the agent must reward each of 1 turns, got 2 rewards"),
 )
 def test_a_failure_costs_one_answer(name: str, status: str, stop_reason: str, detail: str):
     with structlog.testing.capture_logs() as logged:
@@ -50,17 +49,15 @@ def test_a_failure_costs_one_answer(name: str, status: str, stop_reason: str, de
     unpack(encode(trajectory))
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "complaint"),
-    [
-        ("extras", {"found": {1, 2}}, "extras: extras must be made of numbers, text"),
-        ("extras", {"found": 2**64}, "extras: extras must be made of numbers, text"),
-        ("metrics", {"score": float("nan")}, "nonfinite_number: metrics must be finite"),
-        ("metrics", {"score": "high"}, "could not convert string to float: 'high'"),
-        ("metrics", {"a" * 65: 1.0}, "names: arrays and metrics must be at most 64, with names of 1 to 64 characters"),
-        ("turn_rewards", [float("inf")], "nonfinite_reward: rewards must be finite"),
-        ("stop_reason", "", "names: a stop reason has 1 to 64 characters, got ''"),
-    ],
+@cases(
+    "field, value, complaint",
+    ("extras", {"found": {1, 2}}, "extras: extras must be made of numbers, text"),
+    ("extras", {"found": 2**64}, "extras: extras must be made of numbers, text"),
+    ("metrics", {"score": float("nan")}, "nonfinite_number: metrics must be finite"),
+    ("metrics", {"score": "high"}, "could not convert string to float: 'high'"),
+    ("metrics", {"a" * 65: 1.0}, "names: arrays and metrics must be at most 64, with names of 1 to 64 characters"),
+    ("turn_rewards", [float("inf")], "nonfinite_reward: rewards must be finite"),
+    ("stop_reason", "", "names: a stop reason has 1 to 64 characters, got ''"),
 )
 def test_what_cannot_be_stored_is_refused_where_the_loop_runs(field: str, value: Any, complaint: str):
     trajectory = play(custom("careless", arguments={"field": field, "value": value}), ["it is 42"])
@@ -68,13 +65,6 @@ def test_what_cannot_be_stored_is_refused_where_the_loop_runs(field: str, value:
     assert "the agent must produce plain extras, finite metrics, and valid turn rewards" in trajectory.reward.detail
     assert complaint in trajectory.reward.detail
     unpack(encode(trajectory))
-
-
-@pytest.mark.parametrize(("stop", "used"), [("</a>", ("</a>",)), (["", "b"], ("b",))])
-def test_a_text_that_ends_a_turn_may_stand_alone(stop: str | list[str], used: tuple[str]):
-    stops: list[Any] = []
-    play(custom("ended", arguments={"stop": stop}), ["42"], inspect=lambda engine, _: stops.extend(engine.stops))
-    assert stops == [used]
 
 
 def test_a_fault_of_the_engine_is_not_the_agents(monkeypatch: pytest.MonkeyPatch):
@@ -95,14 +85,12 @@ def test_a_row_names_its_agent(name: str, num_turns: int):
     assert trajectory.num_turns == num_turns
 
 
-@pytest.mark.parametrize(
-    ("agent", "name", "error", "complaint"),
-    [
-        ("silent", "", PromptError, "prompt test/0 must get an answer"),
-        ("not_async", "", ConfigError, "generators.agent.function must be an `async def` function"),
-        ("silent", "three", PromptError, "names the agent 'three', so generators.agents must have it, got none"),
-        ("silent", "tool_agent", PromptError, "names the agent 'tool_agent', so generators.agents must have it"),
-    ],
+@cases(
+    "agent, name, error, complaint",
+    ("silent", "", PromptError, "prompt test/0 must get an answer"),
+    ("not_async", "", ConfigError, "generators.agent.function must be an `async def` function"),
+    ("silent", "three", PromptError, "names the agent 'three', so generators.agents must have it, got none"),
+    ("silent", "tool_agent", PromptError, "names the agent 'tool_agent', so generators.agents must have it"),
 )
 def test_an_agent_that_cannot_answer_is_an_error(agent: str, name: str, error: type[Exception], complaint: str):
     with pytest.raises(error, match=complaint):
@@ -148,13 +136,11 @@ def test_a_conversation_of_messages_or_of_plain_text():
     assert text == "what is 12 + 30?41<|im_end|>wrong42<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("settings", "texts", "turns", "reason"),
-    [
-        pytest.param({"tools": ["calculator"]}, [CALL, "41", CALL, "42"], [0.0, -0.25, 0.0, 1.0], "stop", id="calls"),
-        pytest.param({"max_turns": 2}, ["it is 41", "it is 40"], [-0.25, -0.25], "turn_limit", id="turns"),
-        pytest.param({}, ["it is all of a long answer: " * 20], [0.0], "length", id="length"),
-    ],
+@cases(
+    "settings, texts, turns, reason",
+    pytest.param({"tools": ["calculator"]}, [CALL, "41", CALL, "42"], [0.0, -0.25, 0.0, 1.0], "stop", id="calls"),
+    pytest.param({"max_turns": 2}, ["it is 41", "it is 40"], [-0.25, -0.25], "turn_limit", id="turns"),
+    pytest.param({}, ["it is all of a long answer: " * 20], [0.0], "length", id="length"),
 )
 def test_turns_without_an_answer_of_the_user_earn_nothing(settings: dict, texts: list, turns: list, reason: str):
     trajectory = play(interaction(**settings), texts, prompt=row())
@@ -173,14 +159,12 @@ def test_a_row_chooses_its_user_who_need_not_be_async():
         play(interaction(interactions=users), [], prompt=row(name="nobody"))
 
 
-@pytest.mark.parametrize(
-    ("users", "complaint"),
-    [
-        ([], "agent.interactions must name at least one class, got none"),
-        ([f"{HERE}:Teacher"] * 2, "agent.interactions must have unique names, got Teacher twice: set `name`"),
-        ([f"{HERE}:Uncalled"], "interactions[0].function must name a class that is made with one record"),
-        ([f"{HERE}:Counter"], "interactions[0].function must have the methods start_interaction, generate_response"),
-    ],
+@cases(
+    "users, complaint",
+    ([], "agent.interactions must name at least one class, got none"),
+    ([f"{HERE}:Teacher"] * 2, "agent.interactions must have unique names, got Teacher twice: set `name`"),
+    ([f"{HERE}:Uncalled"], "interactions[0].function must name a class that is made with one record"),
+    ([f"{HERE}:Counter"], "interactions[0].function must have the methods start_interaction, generate_response"),
 )
 def test_what_cannot_be_a_user_is_refused(users: list, complaint: str):
     with pytest.raises(ConfigError, match=re.escape(complaint)):

@@ -14,6 +14,7 @@ from slipstream.buffer.trajectory import Trajectory
 from slipstream.generators.agents.episode import Episode
 from slipstream.generators.errors import EngineError
 from tests.builders import make_prompt
+from tests.cases import cases
 from tests.unit.generators.agents.scene import QUESTION, WritingEngine, broken_engine, play
 from tests.unit.generators.chat import make_chat_tokenizer
 
@@ -75,7 +76,7 @@ def contexts(trajectory: Trajectory) -> list[tuple[str, list[str]]]:
     return found
 
 
-def test_two_turns():
+def test_two_turns_are_the_tokens_that_were_sampled():
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
         first = await ask(QUESTION, logprobs=True)
         own = first.choices[0]
@@ -85,10 +86,13 @@ def test_two_turns():
         usage = (await ask([*QUESTION, own.message.to_dict(), user("are you sure?")])).usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt + one + between), len(two))
 
-    one, two = ids("it is 42<|im_end|>"), ids("42 it is<|im_end|>")
+    # Letter by letter: encoding the message again would give other ids.
+    odd = [token for letter in "it is 42" for token in ids(letter)]
+    assert odd != ids("it is 42")
+    one, two = [*odd, *ids("<|im_end|>")], ids("42 it is<|im_end|>")
     prompt = TOKENIZER.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
     between = ids("\n" + opened("are you sure?"))
-    trajectory = talk(loop, ["it is 42", "42 it is"])
+    trajectory = talk(loop, [odd, "42 it is"])
     assert trajectory.token_ids.tolist() == prompt + one + between + two
     assert (trajectory.context_starts, trajectory.num_turns, trajectory.stop_reason) == ([], 2, "stop")
     (sample,) = Scene.scorer.samples
@@ -103,9 +107,15 @@ def test_reasoning_is_separate_where_the_model_has_marks_for_it(family: str, str
 
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
         for text, reason in (("it is 42", "stop"), ("", "tool_calls")):
-            found = await ask(QUESTION, tools=TOOLS, stream=stream)
-            choice = (await anext(aiter(found))).choices[0] if stream else found.choices[0]
-            message = choice.delta.to_dict() if stream else choice.message.to_dict()
+            if stream:
+                chunks = await ask(QUESTION, tools=TOOLS, stream=True, stream_options={"include_usage": True})
+                first, last, counts = [chunk async for chunk in chunks]
+                message, end = first.choices[0].delta.to_dict(), last.choices[0].finish_reason
+                assert (counts.choices, counts.usage.total_tokens > 0) == ([], True)
+            else:
+                choice = (await ask(QUESTION, tools=TOOLS)).choices[0]
+                message, end = choice.message.to_dict(), choice.finish_reason
+            assert end == reason
             assert ("tool_calls" in message) == (reason == "tool_calls")
             if family == "qwen3":
                 assert message["reasoning_content"] == f"maybe {CALL}"
@@ -148,20 +158,6 @@ def test_a_request_and_a_row_set_variables_of_the_template():
     assert second == "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>"
 
 
-def test_tokens_that_no_text_is_encoded_to_stay_as_they_were_sampled():
-    # "it is 42", letter by letter: encoding the message again would give other ids.
-    odd = [token for letter in "it is 42" for token in ids(letter)]
-    assert odd != ids("it is 42")
-
-    async def loop(ask: Any, client: Any, episode: Episode) -> None:
-        first = await ask(QUESTION)
-        await ask([*QUESTION, {"role": "assistant", "content": first.choices[0].message.content}, user("so?")])
-
-    trajectory = talk(loop, [odd, "yes"])
-    assert [*odd, *ids("<|im_end|>")] == trajectory.token_ids[trajectory.model_mask][: len(odd) + 1].tolist()
-    assert trajectory.context_starts == []
-
-
 def test_calls_go_out_as_tool_calls_and_their_results_come_back():
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
         choice = (await ask(QUESTION, tools=TOOLS)).choices[0]
@@ -191,18 +187,6 @@ def test_a_stop_text_is_not_shown_but_stays_in_the_context():
     assert [own for _, own in contexts(trajectory)] == [["<search>x</search>", "42<|im_end|>"]]
 
 
-def test_a_stream_has_the_message_and_its_end():
-    async def loop(ask: Any, client: Any, episode: Episode) -> None:
-        stream = await ask(QUESTION, tools=TOOLS, stream=True, stream_options={"include_usage": True})
-        chunks = [chunk async for chunk in stream]
-        assert [bool(chunk.choices) for chunk in chunks] == [True, True, False]
-        assert chunks[0].choices[0].delta.tool_calls[0].function.name == "add"
-        assert chunks[1].choices[0].finish_reason == "tool_calls"
-        assert chunks[2].usage.total_tokens > 0
-
-    talk(loop, [CALL])
-
-
 def test_requests_at_the_same_time_and_forks_are_contexts_in_which_earlier_turns_carry_no_loss():
     async def at_once(ask: Any, client: Any, episode: Episode) -> None:
         await asyncio.gather(ask(QUESTION), ask(QUESTION), ask([user("and you?")]))
@@ -223,14 +207,12 @@ def test_requests_at_the_same_time_and_forks_are_contexts_in_which_earlier_turns
     assert trajectory.num_turns == 3
 
 
-@pytest.mark.parametrize(
-    ("messages", "shown"),
-    [
-        # A sub-agent, or a context that was compacted.
-        ([user("sum up: 42")], opened("sum up: 42")),
-        # An answer that the client has edited.
-        ([*QUESTION, {"role": "assistant", "content": "43"}, user("sure?")], "43<|im_end|>\n" + opened("sure?")),
-    ],
+@cases(
+    "messages, shown",
+    # A sub-agent, or a context that was compacted.
+    ([user("sum up: 42")], opened("sum up: 42")),
+    # An answer that the client has edited.
+    ([*QUESTION, {"role": "assistant", "content": "43"}, user("sure?")], "43<|im_end|>\n" + opened("sure?")),
 )
 def test_what_the_model_has_not_written_opens_a_context(messages: list[dict[str, Any]], shown: str):
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
@@ -244,13 +226,11 @@ def test_what_the_model_has_not_written_opens_a_context(messages: list[dict[str,
     assert second[0].endswith(shown + "yes<|im_end|>")
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "answers"),
-    [
-        ({}, {"x-stainless-retry-count": "1"}, ["one", "one"]),
-        ({"Idempotency-Key": "a"}, {"Idempotency-Key": "a"}, ["one", "one"]),
-        ({}, {}, ["one", "two"]),
-    ],
+@cases(
+    "first, second, answers",
+    ({}, {"x-stainless-retry-count": "1"}, ["one", "one"]),
+    ({"Idempotency-Key": "a"}, {"Idempotency-Key": "a"}, ["one", "one"]),
+    ({}, {}, ["one", "two"]),
 )
 def test_a_request_that_is_sent_again_has_one_answer(first: dict, second: dict, answers: list[str]):
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
@@ -296,24 +276,22 @@ def test_without_room_the_client_reads_the_error_that_it_knows(limits: dict[str,
     assert trajectory.model_mask[-1]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"n": 2}, "n must be 1 or omitted, got 2"),
-        ({"tool_choice": "required"}, 'tool_choice must be "auto" or omitted'),
-        ({"messages": [{"content": "x"}]}, "in the documented format: Object missing required field `role`"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "in the documented format: Expected `object`, got `str`"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "missing required field `function`"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages must contain only text"),
-        ({"max_tokens": 0}, "Expected `int` >= 1"),
-        ({"messages": 3}, "the request must be JSON in the documented format"),
-        # The engine would crash on these.
-        ({"token_ids": []}, "token_ids must hold at least one token"),
-        ({"token_ids": [3, -1]}, "token_ids must be below [0-9]+, got -1"),
-        ({"token_ids": [10**9]}, "token_ids must be below [0-9]+, got 1000000000"),
-        ({"sampling_params": {"max_tokens": 0}}, "Expected `int` >= 1"),
-        ({"sampling_params": {"n": 2}}, "n must be 1, got 2"),
-    ],
+@cases(
+    "fields, message",
+    ({"n": 2}, "n must be 1 or omitted, got 2"),
+    ({"tool_choice": "required"}, 'tool_choice must be "auto" or omitted'),
+    ({"messages": [{"content": "x"}]}, "in the documented format: Object missing required field `role`"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "in the documented format: Expected `object`, got `str`"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "missing required field `function`"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages must contain only text"),
+    ({"max_tokens": 0}, "Expected `int` >= 1"),
+    ({"messages": 3}, "the request must be JSON in the documented format"),
+    # The engine would crash on these.
+    ({"token_ids": []}, "token_ids must hold at least one token"),
+    ({"token_ids": [3, -1]}, "token_ids must be below [0-9]+, got -1"),
+    ({"token_ids": [10**9]}, "token_ids must be below [0-9]+, got 1000000000"),
+    ({"sampling_params": {"max_tokens": 0}}, "Expected `int` >= 1"),
+    ({"sampling_params": {"n": 2}}, "n must be 1, got 2"),
 )
 def test_an_invalid_request_is_an_error_and_the_answer_continues(fields: dict[str, Any], message: str):
     async def loop(ask: Any, client: Any, episode: Episode) -> None:

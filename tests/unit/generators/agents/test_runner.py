@@ -15,6 +15,7 @@ from slipstream.generators.errors import EngineError
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_prompt, make_run
+from tests.cases import cases
 from tests.tiny_model import make_tokenizer
 from tests.unit.generators.agents.scene import REWARD, RecordingScorer
 
@@ -24,9 +25,7 @@ class RecordingEngine(ScriptedEngine):
         self.requests: list[tuple[list[int], Sampling, str]] = []
         self.stops: list[Sequence[str | int]] = []
 
-    async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str | int] = ()
-    ) -> Completion:
+    async def generate(self, prompt_token_ids, sampling, *, request_id, stop=()) -> Completion:
         self.stops.append(stop)
         self.requests.append((prompt_token_ids, sampling, request_id))
         return Completion([5, 3, 4, 10, 6, 1], [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6], SPANS, "stop")
@@ -37,14 +36,8 @@ SPANS = [VersionSpan(0, 2), VersionSpan(3, 3)]
 
 def make_agent(engine: ScriptedEngine, scorer: RecordingScorer, **run: object) -> AgentRunner:
     ticks = itertools.count(100)
-    return AgentRunner(
-        run=make_run(**run),
-        engine=engine,
-        rewards=scorer,
-        encoder=PromptEncoder(make_tokenizer(), max_prompt_tokens=16),
-        generator_id="generator-0",
-        clock=lambda: float(next(ticks)),
-    )
+    parts = {"engine": engine, "rewards": scorer, "encoder": PromptEncoder(make_tokenizer(), max_prompt_tokens=16)}
+    return AgentRunner(run=make_run(**run), generator_id="generator-0", clock=lambda: float(next(ticks)), **parts)
 
 
 def answer(prompt: Prompt, index: int = 1, **run: object) -> tuple[Trajectory, RecordingEngine, RecordingScorer]:
@@ -107,16 +100,14 @@ SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 6}
 OWN = {"temperature": 0.2, "top_p": 1.0, "top_k": -1, "max_tokens": 3}
 
 
-@pytest.mark.parametrize(
-    ("purpose", "settings", "expected"),
-    [
-        ("train", {}, (0.7, 0.9, 5, 6)),
-        ("sampled", None, (1.0, 0.9, 5, 6)),
-        ("greedy", None, (0.0, 0.9, 5, 6)),
-        ("aime", {}, (1.0, 0.9, 5, 6)),
-        ("aime", OWN, (0.2, 1.0, -1, 3)),
-        ("train", OWN, (0.7, 0.9, 5, 6)),
-    ],
+@cases(
+    "purpose, settings, expected",
+    ("train", {}, (0.7, 0.9, 5, 6)),
+    ("sampled", None, (1.0, 0.9, 5, 6)),
+    ("greedy", None, (0.0, 0.9, 5, 6)),
+    ("aime", {}, (1.0, 0.9, 5, 6)),
+    ("aime", OWN, (0.2, 1.0, -1, 3)),
+    ("train", OWN, (0.7, 0.9, 5, 6)),
 )
 def test_the_purpose_decides_the_sampling(purpose: str, settings: dict | None, expected: tuple[float, ...]):
     heldout = [] if settings is None else [{"name": "aime", "path": "a", **settings}, {"name": "other", "path": "b"}]
@@ -186,14 +177,12 @@ def compare(indices: list[int], *, purpose: str = "train", cancelled: int | None
     return asyncio.run(session())
 
 
-@pytest.mark.parametrize(
-    ("indices", "cancelled", "num_waiting", "rewards"),
-    [
-        pytest.param([0, 1, 3], None, 3, [3.0, 3.1, 3.2], id="when the last of them has ended"),
-        pytest.param([0, 1, 2, 3], None, 3, [3.0, 3.1, EngineError, 3.2], id="without one that fails"),
-        pytest.param([0, 1, 3], 0, 3, [asyncio.CancelledError, 2.0, 2.1], id="without one that is cancelled"),
-        pytest.param([3], None, 0, [1.0], id="the rest of a group in its own lease"),
-    ],
+@cases(
+    "indices, cancelled, num_waiting, rewards",
+    pytest.param([0, 1, 3], None, 3, [3.0, 3.1, 3.2], id="when the last of them has ended"),
+    pytest.param([0, 1, 2, 3], None, 3, [3.0, 3.1, EngineError, 3.2], id="without one that fails"),
+    pytest.param([0, 1, 3], 0, 3, [asyncio.CancelledError, 2.0, 2.1], id="without one that is cancelled"),
+    pytest.param([3], None, 0, [1.0], id="the rest of a group in its own lease"),
 )
 def test_answers_to_a_lease_are_compared(indices: list[int], cancelled: int | None, num_waiting: int, rewards: list):
     found, scorer, waiting = compare(indices, cancelled=cancelled)

@@ -1,6 +1,5 @@
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from slipstream.generators.errors import PromptError
 from slipstream.generators.tools import call_format
 from slipstream.generators.tools.call_format import CallFormat, ToolCall
 from tests.builders import make_prompt
+from tests.cases import cases
 from tests.machines import needs_bubblewrap
 from tests.unit.generators.agents import tools
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play, written
@@ -66,25 +66,23 @@ def test_calls_of_one_turn_are_answered_in_order_and_those_that_never_return_are
     assert [entry["threads"] for entry in logged if entry["event"] == "tool_still_runs"] == [2, 2, 4, 4]
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (call("weather", '{"city": "Bonn"}'), '{"city": "Bonn", "temperature": 21, "unit": "F"}'),
-        (call("weather", '{"town": "Bonn"}'), "error: TypeError: weather() got an unexpected keyword argument 'town'"),
-        (call("weather", '{"city": "Bonn", "unit": "C"}'), "error: weather has no parameter unit"),
-        (call("whether", "{}"), "error: unknown tool 'whether', available: weather, calculator, slow, stuck, cut"),
-        ("<tool_call>{oh}</tool_call>", "error: a call must be JSON, got {oh}"),
-        (call("calculator", '{"expression": "2 ** 10 / 0"}'), "error: '2 ** 10 / 0' cannot be calculated: "),
-        (call("calculator", '{"expression": "9 ** 9 ** 9"}'), "bases and exponents must be at most 1000"),
-        (call("calculator", '{"expression": "exit()"}'), "only numbers, parentheses, and + - * / // % ** are"),
-        (call("slow", '{"seconds": 9}'), "error: slow must answer within 0.05 s, but did not"),
-        (call("stuck", "{}"), "error: stuck must answer within 0.05 s, but did not"),
-        (call("cut", '{"kind": "keys"}'), "error: TypeError: keys must be str, int, float, bool or None, not tuple"),
-        (call("cut", '{"kind": "half"}'), "half ?"),
-        (call("cut", '{"kind": "time"}'), "error: TimeoutError: the page must load within 5 s"),
-        (call("calculator", '"12 + 30"'), "error: a call must be JSON, got 12 + 30"),
-        (call("calculator", "[12, 30]"), "error: arguments must be a record, got [12, 30]"),
-    ],
+@cases(
+    "text, answer",
+    (call("weather", '{"city": "Bonn"}'), '{"city": "Bonn", "temperature": 21, "unit": "F"}'),
+    (call("weather", '{"town": "Bonn"}'), "error: TypeError: weather() got an unexpected keyword argument 'town'"),
+    (call("weather", '{"city": "Bonn", "unit": "C"}'), "error: weather has no parameter unit"),
+    (call("whether", "{}"), "error: unknown tool 'whether', available: weather, calculator, slow, stuck, cut"),
+    ("<tool_call>{oh}</tool_call>", "error: a call must be JSON, got {oh}"),
+    (call("calculator", '{"expression": "2 ** 10 / 0"}'), "error: '2 ** 10 / 0' cannot be calculated: "),
+    (call("calculator", '{"expression": "9 ** 9 ** 9"}'), "bases and exponents must be at most 1000"),
+    (call("calculator", '{"expression": "exit()"}'), "only numbers, parentheses, and + - * / // % ** are"),
+    (call("slow", '{"seconds": 9}'), "error: slow must answer within 0.05 s, but did not"),
+    (call("stuck", "{}"), "error: stuck must answer within 0.05 s, but did not"),
+    (call("cut", '{"kind": "keys"}'), "error: TypeError: keys must be str, int, float, bool or None, not tuple"),
+    (call("cut", '{"kind": "half"}'), "half ?"),
+    (call("cut", '{"kind": "time"}'), "error: TimeoutError: the page must load within 5 s"),
+    (call("calculator", '"12 + 30"'), "error: a call must be JSON, got 12 + 30"),
+    (call("calculator", "[12, 30]"), "error: arguments must be a record, got [12, 30]"),
 )
 def test_the_model_reads_the_answer_or_the_error_of_its_call(text: str, answer: str):
     limited = [{"function": f"{HERE}:{name}", "timeout_s": 0.05} for name in ("slow", "stuck")]
@@ -161,19 +159,14 @@ def test_a_call_inside_the_reasoning_is_not_executed(format_name: str, family: s
         assert trajectory.metrics["tool_calls"] == count, text
 
 
-@pytest.mark.parametrize(
-    ("settings", "question", "call", "stop", "text"),
-    [
-        (
-            {"tool_call_format": "react"},
-            "what is 12 + 30?\n",
-            "I see.\nAction: calculator\nAction Input: 12 + 30\nObservation:",
-            ("\nObservation:",),
-            "what is 12 + 30?\nI see.\nAction: calculator\nAction Input: 12 + 30\nObservation: 42\nit is 42<|/turn|>",
-        ),
-        ({}, QUESTION, CALL, (), "<|/turn|>\n<|turn|>user\n42<|/turn|>\n<|turn|>model\nit is 42<|/turn|>"),
-    ],
-    ids=["react", "as the user's"],
+ASKED = "what is 12 + 30?\n"
+SAID = "I see.\nAction: calculator\nAction Input: 12 + 30\nObservation:"
+
+
+@cases(
+    "settings, question, call, stop, text",
+    ({"tool_call_format": "react"}, ASKED, SAID, ("\nObservation:",), f"{ASKED}{SAID} 42\nit is 42<|/turn|>"),
+    ({}, QUESTION, CALL, (), "<|/turn|>\n<|turn|>user\n42<|/turn|>\n<|turn|>model\nit is 42<|/turn|>"),
 )
 def test_tools_need_no_template_for_results(settings: dict, question: Any, call: str, stop: tuple, text: str):
     seen: list[WritingEngine] = []
@@ -189,10 +182,8 @@ def test_a_template_that_shows_results_only_after_tool_calls_takes_no_tools():
     for family in ("gpt-oss", "gemma4"):
         with pytest.raises(ConfigError, match="only after a message with `tool_calls`"):
             play({"kind": "tools", "tools": ["calculator"]}, [], family=family)
-        asked = make_prompt("what is 12 + 30?")
         agent = {"kind": "tools", "tools": ["calculator"], "tool_call_format": "react"}
-        said = "Action: calculator\nAction Input: 12 + 30\nObservation:"
-        assert play(agent, [said, "42"], prompt=asked, family=family).metrics["tool_calls"] == 1
+        assert play(agent, [SAID, "42"], prompt=make_prompt(ASKED), family=family).metrics["tool_calls"] == 1
 
 
 def test_limits_of_calls_turns_and_tokens():
@@ -208,31 +199,25 @@ NOTES = [ToolCall("note", {"text": note}) for note in ("<tool_call> opens a call
 FIRST, SECOND = (call("note", json.dumps(note.arguments)) for note in NOTES)
 
 
-@pytest.mark.parametrize(
-    ("parse", "text", "calls"),
-    [
-        (call_format.parse_hermes, f"I call {FIRST} </tool_call> and {SECOND}<tool_call>", NOTES),
-        (call_format.parse_hermes, "<tool_call>" + "\n" * 100_000, []),
-        (call_format.parse_hermes, "<tool_call>" * 50_000, []),
-        (call_format.parse_react, "Action:" * 50_000, []),
-        (call_format.parse_react, "Action: a\nAction Input: 1" + " " * 100_000 + "\n", [ToolCall("a", {"": "1"})]),
-        (read_action, "<search>" * 50_000, ("", "")),
-    ],
+@cases(
+    "parse, text, calls",
+    (call_format.parse_hermes, f"I call {FIRST} </tool_call> and {SECOND}<tool_call>", NOTES),
+    (call_format.parse_hermes, "<tool_call>" + "\n" * 100_000, []),
+    (call_format.parse_hermes, "<tool_call>" * 50_000, []),
+    (call_format.parse_react, "Action:" * 50_000, []),
+    (call_format.parse_react, "Action: a\nAction Input: 1" + " " * 100_000 + "\n", [ToolCall("a", {"": "1"})]),
+    (read_action, "<search>" * 50_000, ("", "")),
 )
-def test_calls_may_contain_their_mark_and_no_text_of_a_model_keeps_its_parser_busy(
-    parse: Callable[[str], Any], text: str, calls: Any
-):
+def test_calls_may_contain_their_mark_and_no_text_of_a_model_keeps_its_parser_busy(parse, text, calls):
     assert parse(text) == calls
 
 
-@pytest.mark.parametrize(
-    ("agent", "complaint"),
-    [
-        ({"tools": ["calculator_2"]}, "generators.agent.tools\\[0\\].function must look like `module:function`"),
-        ({"tools": ["calculator", "calculator"]}, "must have unique names, got calculator more than once"),
-        ({"tools": [f"{HERE}:without_a_docstring"]}, "must have annotated parameters, and a docstring"),
-        ({"tools": ["calculator"], "tool_call_format": "xml"}, "tool_call_format must be hermes, json, react or vllm:"),
-    ],
+@cases(
+    "agent, complaint",
+    ({"tools": ["calculator_2"]}, "generators.agent.tools\\[0\\].function must look like `module:function`"),
+    ({"tools": ["calculator", "calculator"]}, "must have unique names, got calculator more than once"),
+    ({"tools": [f"{HERE}:without_a_docstring"]}, "must have annotated parameters, and a docstring"),
+    ({"tools": ["calculator"], "tool_call_format": "xml"}, "tool_call_format must be hermes, json, react or vllm:"),
 )
 def test_what_cannot_be_a_tool_is_refused(agent: dict, complaint: str):
     with pytest.raises(ConfigError, match=complaint):
@@ -243,13 +228,11 @@ PARAMETER = "<tool_call>\n<function=calculator>\n<parameter=expression>\n3 + 4</
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("hermes", call("calculator", '{"expression": "3 + 4"}')),
-        ("qwen3_coder", PARAMETER),
-        ("pythonic", '[calculator(expression="3 + 4")]'),
-    ],
+@cases(
+    "name, text",
+    ("hermes", call("calculator", '{"expression": "3 + 4"}')),
+    ("qwen3_coder", PARAMETER),
+    ("pythonic", '[calculator(expression="3 + 4")]'),
 )
 def test_parsers_of_vllms_read_calls(name: str, text: str):
     tokenizer = make_chat_tokenizer("chatml")

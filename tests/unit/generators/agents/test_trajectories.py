@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.buffer.codec import encode, unpack
-from slipstream.buffer.trajectory import Sampling, Trajectory, VersionSpan
+from slipstream.buffer.trajectory import Trajectory, VersionSpan
 from slipstream.generators.engines.engine import Completion
 from tests.builders import make_prompt
 from tests.unit.generators.agents import scene, test_external
@@ -26,9 +26,7 @@ written: list[tuple[list[int], Completion]] = []
 class UpdatedEngine(WritingEngine):
     """Starts every turn with version n and ends it with n + 1, which starts the next turn."""
 
-    async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop=()
-    ) -> Completion:
+    async def generate(self, prompt_token_ids, sampling, *, request_id, stop=()) -> Completion:
         version = len(self.requests)
         found = await super().generate(prompt_token_ids, sampling, request_id=request_id, stop=stop)
         spans = [VersionSpan(0, version), VersionSpan(len(found.token_ids) // 2, version + 1)]

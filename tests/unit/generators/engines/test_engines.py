@@ -12,7 +12,8 @@ from slipstream.broker.messages import TensorSlot
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.checkpoint_names import CheckpointNames, check_layout
 from slipstream.buffer.trajectory import Sampling
-from slipstream.generators.engines.hf_engine import draw_uniforms, sample
+from slipstream.generators.engines.hf_engine import sample
+from tests.cases import cases
 from tests.tiny_model import make_tiny_module
 
 
@@ -24,36 +25,25 @@ def logits_of(*probabilities: float) -> Tensor:
     return torch.tensor([probabilities]).log()
 
 
-def draw(logits: Tensor, sampling: Sampling, num_draws: int = 4000) -> tuple[Tensor, Tensor]:
-    uniforms = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
-    return sample(logits.repeat(num_draws, 1), [sampling] * num_draws, uniforms)
-
-
-def test_token_frequencies_match_their_probabilities():
-    tokens, logprobs = draw(logits_of(0.5, 0.3, 0.2), make_sampling())
-    assert (torch.bincount(tokens, minlength=3) / 4000).tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-3)
-    assert logprobs.exp().tolist() == pytest.approx([[0.5, 0.3, 0.2][token] for token in tokens.tolist()], abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("filters", "kept"),
-    [
-        ({"top_k": 2}, {0, 1}),
-        ({"top_p": 0.6}, {0, 1}),
-        ({"top_p": 0.4}, {0}),
-        ({"min_p": 0.5}, {0, 1}),
-        ({"min_p": 0.7}, {0}),
-        ({"min_p": 0.3, "temperature": 0.5}, {0, 1}),
-    ],
-    ids=str,
+@cases(
+    "filters, kept",
+    ({}, {0, 1, 2}),
+    ({"top_k": 2}, {0, 1}),
+    ({"top_p": 0.6}, {0, 1}),
+    ({"top_p": 0.4}, {0}),
+    ({"min_p": 0.5}, {0, 1}),
+    ({"min_p": 0.7}, {0}),
+    ({"min_p": 0.3, "temperature": 0.5}, {0, 1}),
 )
-def test_filters_keep_the_likeliest_tokens(filters: dict, kept: set[int]):
-    tokens, logprobs = draw(logits_of(0.5, 0.3, 0.2), make_sampling(**filters))
+def test_filters_keep_the_likeliest_tokens_whose_frequencies_match_their_probabilities(filters: dict, kept: set[int]):
+    uniforms = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    tokens, logprobs = sample(logits_of(0.5, 0.3, 0.2).repeat(4000, 1), [make_sampling(**filters)] * 4000, uniforms)
     assert set(tokens.tolist()) == kept
     # Of the distribution that was sampled from.
-    weights = {token: (0.5, 0.3, 0.2)[token] ** (1 / filters.get("temperature", 1.0)) for token in kept}
-    expected = [weights[token] / sum(weights.values()) for token in tokens.tolist()]
-    assert logprobs.exp().tolist() == pytest.approx(expected, abs=1e-6)
+    weights = {token: (0.5, 0.3, 0.2)[token] ** (1 / filters.get("temperature", 1.0)) for token in sorted(kept)}
+    shares = {token: weight / sum(weights.values()) for token, weight in weights.items()}
+    assert logprobs.exp().tolist() == pytest.approx([shares[token] for token in tokens.tolist()], abs=1e-6)
+    assert (torch.bincount(tokens) / len(tokens)).tolist() == pytest.approx([*shares.values()], abs=1e-3)
 
 
 def test_greedy_and_random_rows_mix_in_a_batch_and_impossible_tokens_are_never_drawn():
@@ -69,14 +59,6 @@ def test_greedy_and_random_rows_mix_in_a_batch_and_impossible_tokens_are_never_d
     tokens, logprobs = sample(logits.repeat(2, 1), [make_sampling()] * 2, uniforms)
     assert tokens.tolist() == [1, 2]
     assert logprobs.isfinite().all()
-
-
-def test_random_numbers_of_a_request_depend_on_its_seed_alone():
-    torch.manual_seed(1)
-    first = draw_uniforms(make_sampling(seed=3))
-    torch.manual_seed(2)
-    assert torch.equal(first, draw_uniforms(make_sampling(seed=3)))
-    assert not torch.equal(first, draw_uniforms(make_sampling(seed=4)))
 
 
 UP, GATE = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
@@ -103,22 +85,20 @@ def renamed(names: dict[str, str]) -> Change:
     return lambda slots: [msgspec.structs.replace(slot, name=names.get(slot.name, slot.name)) for slot in slots]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (without("model.norm.weight"), "every parameter must be sent, model.norm.weight and 0 more were not"),
-        (renamed({UP: GATE, GATE: UP}), f"with {GATE} at index 8, got {UP}: names were swapped"),
-        (lambda slots: [*slots, TensorSlot("model.extra", [1], "float32", 0, 0)], "model.extra and 0 more do not"),
-        (lambda slots: [*slots, slots[0]], "every parameter must be sent once, got 28 tensors for 27"),
-        (
-            lambda slots: [msgspec.structs.replace(slots[0], shape=[50, 64]), *slots[1:]],
-            r"must have this generator's shape \[41, 64\], got \[50, 64\]",
-        ),
-        (
-            lambda slots: [*slots[:-1], msgspec.structs.replace(slots[-1], dtype="bfloat16")],
-            "must have the engine's dtype float32, got bfloat16",
-        ),
-    ],
+@cases(
+    "change, words",
+    (without("model.norm.weight"), "every parameter must be sent, model.norm.weight and 0 more were not"),
+    (renamed({UP: GATE, GATE: UP}), f"with {GATE} at index 8, got {UP}: names were swapped"),
+    (lambda slots: [*slots, TensorSlot("model.extra", [1], "float32", 0, 0)], "model.extra and 0 more do not"),
+    (lambda slots: [*slots, slots[0]], "every parameter must be sent once, got 28 tensors for 27"),
+    (
+        lambda slots: [msgspec.structs.replace(slots[0], shape=[50, 64]), *slots[1:]],
+        r"must have this generator's shape \[41, 64\], got \[50, 64\]",
+    ),
+    (
+        lambda slots: [*slots[:-1], msgspec.structs.replace(slots[-1], dtype="bfloat16")],
+        "must have the engine's dtype float32, got bfloat16",
+    ),
 )
 def test_any_other_layout_is_rejected_with_the_tensor_named(change: Change, words: str):
     names = CheckpointNames(make_tiny_module())

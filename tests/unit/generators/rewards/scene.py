@@ -35,7 +35,6 @@ def in_pool(config: RewardConfig, use: Callable[[RewardPool], Awaitable[T]], *, 
 
 
 def worker_pids(pool: RewardPool) -> list[int]:
-    """Process ids of the ready workers."""
     return [worker.pid for worker in pool._workers if worker.is_ready]
 
 

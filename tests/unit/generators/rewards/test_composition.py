@@ -14,6 +14,7 @@ from slipstream.configs.load import load
 from slipstream.generators.rewards.composition import RewardFunctions
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput, truth_text, truth_texts
+from tests.cases import cases
 from tests.unit.generators.rewards.scene import SAMPLES, in_pool, sample, scores
 
 
@@ -87,20 +88,18 @@ def test_a_function_may_lie_in_a_file(tmp_path: Path):
     assert score(RewardConfig(f"{SAMPLES}:Lengths", arguments={"factor": 3}), make_input()).total == 15, "or be a class"
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"function": "positions_match"}, r"generators\.reward\.function must .* Did you mean 'position_match'"),
-        ({"function": "no_such_module:f"}, "no module 'no_such_module'"),
-        ({"function": f"{SAMPLES}:by_respons"}, "Did you mean 'by_response'"),
-        ({"function": f"{SAMPLES}:NOT_A_FUNCTION"}, "it is a int"),
-        ({"function": __file__ + ":lengthy"}, r"test_composition\.py has no 'lengthy'"),
-        ({"functions": [{"function": "exact_mach"}]}, r"reward\.functions\[0\]\.function must .* Did you mean 'exact"),
-        ({"function": f"{SAMPLES}:Lengths"}, r"arguments must fit .* missing 1 required .*'factor'"),
-        ({"function": f"{SAMPLES}:Lengths", "arguments": {"factor": 0}}, "ValueError: no such factor"),
-        ({"function": f"{SAMPLES}:with_arguments"}, r"arguments must fit .* missing a required argument: 'bonus'"),
-        ({"function": f"{SAMPLES}:by_response", "arguments": {"size": 3}}, "unexpected keyword argument 'size'"),
-    ],
+@cases(
+    "settings, complaint",
+    ({"function": "positions_match"}, r"generators\.reward\.function must .* Did you mean 'position_match'"),
+    ({"function": "no_such_module:f"}, "no module 'no_such_module'"),
+    ({"function": f"{SAMPLES}:by_respons"}, "Did you mean 'by_response'"),
+    ({"function": f"{SAMPLES}:NOT_A_FUNCTION"}, "it is a int"),
+    ({"function": __file__ + ":lengthy"}, r"test_composition\.py has no 'lengthy'"),
+    ({"functions": [{"function": "exact_mach"}]}, r"reward\.functions\[0\]\.function must .* Did you mean 'exact"),
+    ({"function": f"{SAMPLES}:Lengths"}, r"arguments must fit .* missing 1 required .*'factor'"),
+    ({"function": f"{SAMPLES}:Lengths", "arguments": {"factor": 0}}, "ValueError: no such factor"),
+    ({"function": f"{SAMPLES}:with_arguments"}, r"arguments must fit .* missing a required argument: 'bonus'"),
+    ({"function": f"{SAMPLES}:by_response", "arguments": {"size": 3}}, "unexpected keyword argument 'size'"),
 )
 def test_a_function_that_cannot_be_loaded_is_a_config_error_with_its_key(settings: dict[str, Any], complaint: str):
     with pytest.raises(ConfigError, match=complaint):
@@ -135,13 +134,11 @@ def test_an_answer_without_a_reward_of_its_own_is_not_compared():
     assert first == last == Reward(total=1.0, parts={"score": 0.5, "rank": 0.5})
 
 
-@pytest.mark.parametrize(
-    ("functions", "responses", "words"),
-    [
-        (["exact_match", "rank"], ["a"], "rank: ValueError: rank requires at least two answers"),
-        ([f"{SAMPLES}:too_few"], ["a", "b"], "too_few: ValueError: it must return one value per answer (2), got 1"),
-        ([f"{SAMPLES}:first_only"], ["a", "b"], ""),
-    ],
+@cases(
+    "functions, responses, words",
+    (["exact_match", "rank"], ["a"], "rank: ValueError: rank requires at least two answers"),
+    ([f"{SAMPLES}:too_few"], ["a", "b"], "too_few: ValueError: it must return one value per answer (2), got 1"),
+    ([f"{SAMPLES}:first_only"], ["a", "b"], ""),
 )
 def test_an_answer_that_cannot_be_compared_is_an_error_and_no_zero(functions: list, responses: list, words: str):
     config = several(*({"function": function} for function in functions), num_workers=0)
@@ -160,16 +157,14 @@ def test_functions_that_compare_or_have_no_opinion_leave_an_answer_by_itself_to_
     assert (alone.status, "requires a function that scores it individually" in alone.detail) == ("error", True)
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        ("as_verl", Reward(total=0.5, parts={"acc": 1.0, "length": 5.0}, is_correct=True, detail="31284")),
-        ("as_verl_number", Reward(total=1.0, is_correct=True)),
-        ("as_verl_async", Reward(total=0.5, parts={}, is_correct=False)),
-        ("as_verl_batch", Reward(total=1.0, is_correct=True)),
-        ("as_trl", Reward(total=5.0, is_correct=True)),
-        ("as_trl_column", Reward(total=1.0, is_correct=True)),
-    ],
+@cases(
+    "function, expected",
+    ("as_verl", Reward(total=0.5, parts={"acc": 1.0, "length": 5.0}, is_correct=True, detail="31284")),
+    ("as_verl_number", Reward(total=1.0, is_correct=True)),
+    ("as_verl_async", Reward(total=0.5, parts={}, is_correct=False)),
+    ("as_verl_batch", Reward(total=1.0, is_correct=True)),
+    ("as_trl", Reward(total=5.0, is_correct=True)),
+    ("as_trl_column", Reward(total=1.0, is_correct=True)),
 )
 def test_functions_of_other_libraries_are_recognized_by_their_parameters(function: str, expected: Reward):
     sample = msgspec.structs.replace(make_input(), extra_info={"answer": "31284", "unused": 3})
@@ -184,13 +179,11 @@ def test_functions_of_trl_get_messages_for_chat_prompts():
         assert score(RewardConfig(f"{SAMPLES}:as_trl_chat"), chat).total == total
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        ("as_trl_two", "must return one value per answer, got [1.0, 2.0] for 1"),
-        ("as_verl_without_score", "must have a number `score`, got acc"),
-        ("as_trl_none", "every one returned None"),
-    ],
+@cases(
+    "function, words",
+    ("as_trl_two", "must return one value per answer, got [1.0, 2.0] for 1"),
+    ("as_verl_without_score", "must have a number `score`, got acc"),
+    ("as_trl_none", "every one returned None"),
 )
 def test_wrong_values_of_these_forms_are_errors(function: str, words: str):
     reward = score(RewardConfig(f"{SAMPLES}:{function}"), make_input())
@@ -228,28 +221,23 @@ def test_async_calls_are_in_flight_at_the_same_time_up_to_the_number_allowed():
 
 
 def test_async_calls_that_raise_or_wait_too_long_leave_their_worker():
-    rewards, _ = score_all(["wait 30", "pid", "wait 0.1", "wait 30", "pid"], timeout_s=2.5)
-    assert [reward.status for reward in rewards] == ["timeout", "ok", "ok", "timeout", "ok"]
-    assert rewards[1].total == rewards[4].total
+    responses = ["wait 30", "pid", "wait 0.1", "wait 30", "raise x", "cancel", "pid"]
+    rewards, _ = score_all(responses, timeout_s=2.5)
+    assert [reward.status for reward in rewards] == ["timeout", "ok", "ok", "timeout", "error", "error", "ok"]
+    assert rewards[1].total == rewards[-1].total
     assert "generators.reward.timeout_s (2.5 s)" in rewards[0].detail
-    rewards, _ = score_all(["raise x", "cancel", "pid"], timeout_s=20.0)
-    assert [reward.status for reward in rewards] == ["error", "error", "ok"]
-    assert rewards[0].detail.startswith("ValueError: no good: x, at ")
-    assert rewards[1].detail.startswith("CancelledError, at ")
+    assert rewards[4].detail.startswith("ValueError: no good: x, at ")
+    assert rewards[5].detail.startswith("CancelledError, at ")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("response", "status", "words", "settings"),
-    [
-        *((response, "timeout", "timeout_s (2.5 s)", {}) for response in ("block", "child block", "stubborn")),
-        ("leave", "error", "worker died (exit code 3)", {}),
-        ("block", "timeout", "generators.reward.max_cpu_s (1 s)", {"timeout_s": 20.0, "max_cpu_s": 1}),
-    ],
+@cases(
+    "response, status, words, settings",
+    *((response, "timeout", "timeout_s (2.5 s)", {}) for response in ("block", "child block", "stubborn")),
+    ("leave", "error", "worker died (exit code 3)", {}),
+    ("block", "timeout", "generators.reward.max_cpu_s (1 s)", {"timeout_s": 20.0, "max_cpu_s": 1}),
 )
-def test_a_call_that_takes_the_worker_down_or_too_much_processor_time_between_awaits_fails_alone(
-    response: str, status: str, words: str, settings: dict[str, Any]
-):
+def test_a_call_that_takes_the_worker_down_or_too_much_processor_time_fails_alone(response, status, words, settings):
     rewards, _ = score_all(["wait 0.2", "wait 0.5", response, "wait 0.5"], **({"timeout_s": 2.5} | settings))
     assert [reward.status for reward in rewards] == ["ok", "ok", status, "ok"]
     assert words in rewards[2].detail
@@ -262,30 +250,26 @@ def run_sample(name: str, response: str = "", **arguments: Any) -> Reward:
     return RewardFunctions(RewardConfig(f"{SAMPLES}:{name}", arguments=arguments)).score(sample(response))
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "reward"),
-    [
-        ("by_response", {}, Reward(total=0.5)),
-        ("with_arguments", {"bonus": 0.75}, Reward(total=1.0, is_correct=True)),
-        ("returning", {"value": RECORD}, Reward(total=0.75, parts={"a": 0.5, "b": 0.25}, is_correct=True)),
-    ],
+@cases(
+    "name, arguments, reward",
+    ("by_response", {}, Reward(total=0.5)),
+    ("with_arguments", {"bonus": 0.75}, Reward(total=1.0, is_correct=True)),
+    ("returning", {"value": RECORD}, Reward(total=0.75, parts={"a": 0.5, "b": 0.25}, is_correct=True)),
 )
 def test_a_number_or_a_dict_is_a_reward_and_1_is_correct(name: str, arguments: dict[str, Any], reward: Reward):
     assert run_sample(name, **arguments) == reward
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("nan", "finite"),
-        ({"total": 0.75, "parts": {"a": math.inf}}, "finite number, got a=inf"),
-        ("text", "got '0.5', a str"),
-        ({"reward": 1.0}, "got {'reward': 1.0}, a dict"),
-        ("raise now", "ValueError: no good: now"),
-        ("exit", "must return, it called sys.exit(3)"),
-        ("shout", "ValueError: no good: no good:"),
-        ({"total": 0.75, "parts": {str(index): 0.0 for index in range(10**4)}}, "at most 64 parts"),
-    ],
+@cases(
+    "given, words",
+    ("nan", "finite"),
+    ({"total": 0.75, "parts": {"a": math.inf}}, "finite number, got a=inf"),
+    ("text", "got '0.5', a str"),
+    ({"reward": 1.0}, "got {'reward': 1.0}, a dict"),
+    ("raise now", "ValueError: no good: now"),
+    ("exit", "must return, it called sys.exit(3)"),
+    ("shout", "ValueError: no good: no good:"),
+    ({"total": 0.75, "parts": {str(index): 0.0 for index in range(10**4)}}, "at most 64 parts"),
 )
 def test_an_invalid_reward_is_an_error_with_one_line_of_detail(given: Any, words: str):
     reward = run_sample("by_response", given) if isinstance(given, str) else run_sample("returning", value=given)

@@ -13,6 +13,7 @@ from slipstream.generators.rewards.functions import format_tags, qa_exact_match
 from slipstream.generators.rewards.mathematics import MathVerify, dapo_math, gsm8k, math_answer, normalized
 from slipstream.generators.rewards.procedural import UNRELIABLE
 from slipstream.generators.rewards.reward import RewardInput
+from tests.cases import cases
 from tests.shape.tree import text
 from tests.unit.generators.rewards.math_table import PAIRS, table
 
@@ -22,19 +23,14 @@ def make_sample(response: str = "", *, truth: Any = "7", num_tokens: int = 0, **
     return RewardInput(prompt="?", response=response, ground_truth=truth, response_token_ids=ids, **fields)
 
 
-@pytest.mark.parametrize(
-    ("response", "method", "total"),
-    [
-        *((text, "strict", 1.0) for text in ("3 + 4 = 7\n#### 7", "#### 7 apples\n", "#### 3 no\n#### $7.00")),
-        *((text, "strict", 1.0) for text in ("#### **7**", "#### 14/2")),
-        ("#### 8", "strict", 0.1),
-        *((text, "strict", 0.0) for text in ("it is 7", "#### 7 or 8", "#### 8, 7", "#### 7 8", "#### none")),
-        ("#### 7\n" + "and so on " * 40, "strict", 0.0),
-        *(
-            (text, "flexible", total)
-            for text, total in (("it is 7", 1), ("it is 7.", 1), ("7, no 8", 0.1), ("none", 0))
-        ),
-    ],
+@cases(
+    "response, method, total",
+    *((text, "strict", 1.0) for text in ("3 + 4 = 7\n#### 7", "#### 7 apples\n", "#### 3 no\n#### $7.00")),
+    *((text, "strict", 1.0) for text in ("#### **7**", "#### 14/2")),
+    ("#### 8", "strict", 0.1),
+    *((text, "strict", 0.0) for text in ("it is 7", "#### 7 or 8", "#### 8, 7", "#### 7 8", "#### none")),
+    ("#### 7\n" + "and so on " * 40, "strict", 0.0),
+    *((text, "flexible", total) for text, total in (("it is 7", 1), ("it is 7.", 1), ("7, no 8", 0.1), ("none", 0))),
 )
 def test_gsm8k(response: str, method: Any, total: float):
     reward = gsm8k(make_sample(response), method=method, format_score=0.1)
@@ -44,16 +40,14 @@ def test_gsm8k(response: str, method: Any, total: float):
         assert gsm8k(make_sample(response, truth=truth), method=method, format_score=0.1) == reward
 
 
-@pytest.mark.parametrize(
-    ("response", "truth", "total"),
-    [
-        *((text, "34", 1.0) for text in ("Answer: 34", "so\nanswer: $\\boxed{34}$", "Answer: 3\nAnswer: 34")),
-        ("Answer: x = 34 dollars", 34, 1.0),
-        ("Answer: 1,200", "1200", 1.0),
-        ("Answer: \\frac12", "\\frac{1}{2}", 1.0),
-        ("Answer: \\text{even}", "even", 1.0),
-        *((text, "34", -1.0) for text in ("it is 34", "Answer: 35", "Answer: 34" + " " * 400)),
-    ],
+@cases(
+    "response, truth, total",
+    *((text, "34", 1.0) for text in ("Answer: 34", "so\nanswer: $\\boxed{34}$", "Answer: 3\nAnswer: 34")),
+    ("Answer: x = 34 dollars", 34, 1.0),
+    ("Answer: 1,200", "1200", 1.0),
+    ("Answer: \\frac12", "\\frac{1}{2}", 1.0),
+    ("Answer: \\text{even}", "even", 1.0),
+    *((text, "34", -1.0) for text in ("it is 34", "Answer: 35", "Answer: 34" + " " * 400)),
 )
 def test_dapo_math(response: str, truth: object, total: float):
     reward = dapo_math(make_sample(response, truth=truth))
@@ -79,18 +73,16 @@ def test_the_graders_judge_the_pairs_as_documented():
     assert not missing, "python -m tests.unit.generators.rewards.math_table prints:\n" + "\n".join(table())
 
 
-@pytest.mark.parametrize(
-    ("response", "exact", "sub"),
-    [
-        ("<answer>The Beatles!</answer>", 1.0, 1.0),
-        ("<answer>no</answer> <answer> beatles </answer>", 1.0, 1.0),
-        ("<answer>It was the Beatles</answer>", 0.1, 1.0),
-        ("<answer>the\nfab four</answer>", 1.0, 1.0),
-        ("<answer>beatles</answer><answer>Queen</answer>", 0.1, 0.1),
-        ("The Beatles", 0.0, 0.0),
-        ("<answer>x</answer>" * 10 + "<answer>Beatles</answer>", 0.25, 0.25),
-        ("<answer>x</answer>" * 9 + "<answer>Beatles</answer>", 1.0, 1.0),
-    ],
+@cases(
+    "response, exact, sub",
+    ("<answer>The Beatles!</answer>", 1.0, 1.0),
+    ("<answer>no</answer> <answer> beatles </answer>", 1.0, 1.0),
+    ("<answer>It was the Beatles</answer>", 0.1, 1.0),
+    ("<answer>the\nfab four</answer>", 1.0, 1.0),
+    ("<answer>beatles</answer><answer>Queen</answer>", 0.1, 0.1),
+    ("The Beatles", 0.0, 0.0),
+    ("<answer>x</answer>" * 10 + "<answer>Beatles</answer>", 0.25, 0.25),
+    ("<answer>x</answer>" * 9 + "<answer>Beatles</answer>", 1.0, 1.0),
 )
 @pytest.mark.parametrize("form", [lambda texts: texts, lambda texts: {"target": texts}])
 def test_question_answering(response: str, exact: float, sub: float, form: Any):
@@ -110,14 +102,12 @@ def test_question_answering_reads_all_turns_of_the_model_and_nothing_else():
         graders.qa_sub_match(make_sample("<answer>x</answer>", truth="the !"))
 
 
-@pytest.mark.parametrize(
-    ("response", "total"),
-    [
-        *((text, 1.0) for text in ("<think>a</think><answer>b</answer>", "\n<think>a</think>\n\n<answer>b</answer>\n")),
-        *((text, 0.0) for text in ("<think>a</think> so <answer>b</answer>", "a<think>a</think><answer>b</answer>")),
-        *((text, 0.0) for text in ("<think>a</think><answer>b</answer>c", "<think>a<think></think><answer>b</answer>")),
-        *((text, 0.0) for text in ("<answer>b</answer><think>a</think>", "<think>a</think>", "", "<think>" * 10**5)),
-    ],
+@cases(
+    "response, total",
+    *((text, 1.0) for text in ("<think>a</think><answer>b</answer>", "\n<think>a</think>\n\n<answer>b</answer>\n")),
+    *((text, 0.0) for text in ("<think>a</think> so <answer>b</answer>", "a<think>a</think><answer>b</answer>")),
+    *((text, 0.0) for text in ("<think>a</think><answer>b</answer>c", "<think>a<think></think><answer>b</answer>")),
+    *((text, 0.0) for text in ("<answer>b</answer><think>a</think>", "<think>a</think>", "", "<think>" * 10**5)),
 )
 def test_format_tags(response: str, total: float):
     assert format_tags(make_sample(response)).total == total
@@ -160,21 +150,17 @@ def test_every_other_task_of_reasoning_gym_rewards_its_own_answer_after_json():
     assert failing == []
 
 
-@pytest.mark.parametrize(
-    ("response", "stop_reason", "total", "is_correct"),
-    [
-        ("31284", "stop", 1.0, True),
-        ("31284", "length", 5 / 6, False),
-        ("31280", "stop", 5 / 6, False),
-        ("3128", "stop", 4 / 6, False),
-        ("312844", "length", 5 / 7, False),
-        ("", "stop", 0.0, False),
-        ("13284", "stop", 4 / 6, False),
-    ],
+@cases(
+    "response, stop_reason, total, is_correct",
+    ("31284", "stop", 1.0, True),
+    ("31284", "length", 5 / 6, False),
+    ("31280", "stop", 5 / 6, False),
+    ("3128", "stop", 4 / 6, False),
+    ("312844", "length", 5 / 7, False),
+    ("", "stop", 0.0, False),
+    ("13284", "stop", 4 / 6, False),
 )
-def test_position_match_rewards_matching_positions_and_exact_match_all_or_nothing(
-    response: str, stop_reason: str, total: float, is_correct: bool
-):
+def test_position_match_rewards_positions_and_exact_match_all_or_nothing(response, stop_reason, total, is_correct):
     reward = graders.position_match(make_sample(response, truth="31284", stop_reason=stop_reason))
     assert reward.total == pytest.approx(total)
     assert reward.is_correct is is_correct
@@ -185,24 +171,22 @@ def test_position_match_rewards_matching_positions_and_exact_match_all_or_nothin
     assert graders.exact_match(make_sample("31284", truth="31284", stop_reason="length")).total == 0.0
 
 
-@pytest.mark.parametrize(
-    ("response", "truth"),
-    [
-        ("3 + 4 = 7, so\n#### 7", "They have 7.\n#### 7"),
-        ("#### 1,200", "#### 1200"),
-        ("It costs \\boxed{\\$1200.00}.", "#### 1,200"),
-        ("\\boxed{\\frac{1}{2}}", "0.5"),
-        ("First #### 3, no: #### 4", "#### 4"),
-        ("The answer is -5.", "-5"),
-        ("12 apples and 3 more make 15", "15"),
-        ("The answer is 5%", "5"),
-        ("**7**", "\\boxed{7}"),
-        ("#### Conclusion\n\\boxed{7}", "7"),
-        ("7 (seven)", "7"),
-        ("\\boxed{7\\text{ km}}", "7"),
-        ("\\boxed{1{,}200}", "1200"),
-        ("\\boxed{-\\dfrac{3}{4}}", "-0.75"),
-    ],
+@cases(
+    "response, truth",
+    ("3 + 4 = 7, so\n#### 7", "They have 7.\n#### 7"),
+    ("#### 1,200", "#### 1200"),
+    ("It costs \\boxed{\\$1200.00}.", "#### 1,200"),
+    ("\\boxed{\\frac{1}{2}}", "0.5"),
+    ("First #### 3, no: #### 4", "#### 4"),
+    ("The answer is -5.", "-5"),
+    ("12 apples and 3 more make 15", "15"),
+    ("The answer is 5%", "5"),
+    ("**7**", "\\boxed{7}"),
+    ("#### Conclusion\n\\boxed{7}", "7"),
+    ("7 (seven)", "7"),
+    ("\\boxed{7\\text{ km}}", "7"),
+    ("\\boxed{1{,}200}", "1200"),
+    ("\\boxed{-\\dfrac{3}{4}}", "-0.75"),
 )
 def test_math_answer_finds_equal_answers_and_can_reward_the_format(response: str, truth: str):
     assert math_answer(make_sample(response, truth=truth)).is_correct
@@ -210,26 +194,24 @@ def test_math_answer_finds_equal_answers_and_can_reward_the_format(response: str
     assert math_answer(make_sample("it is 7", truth="7"), format_reward=0.1).total == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(
-    ("response", "truth"),
-    [
-        *((response, "#### 7") for response in ("#### 8", "no number at all", "7 of 9", "", "\\boxed{}", "#### 7/0")),
-        ("\\boxed{3\\sqrt{2}}", "2"),
-        ("#### 3\\sqrt{2}", "3"),
-        ("it is 3\\sqrt{2}", "2"),
-        ("it is 2^{10}", "10"),
-        ("the answer is 2^10", "2"),
-        ("\\boxed{1e5}", "100000"),
-        ("#### 1e5", "1"),
-        ("#### 2x", "2"),
-        ("\\boxed{1,2}", "12"),
-        ("\\boxed{3\\frac{1}{2}}", "15.5"),
-        ("#### 7 1/2", "7"),
-        ("the answer is 3 + 4", "3"),
-        ("#### 7 or 8", "7"),
-        ("the answer is 7 or 8", "7"),
-        ("\\boxed{7 or 8}", "7"),
-    ],
+@cases(
+    "response, truth",
+    *((response, "#### 7") for response in ("#### 8", "no number at all", "7 of 9", "", "\\boxed{}", "#### 7/0")),
+    ("\\boxed{3\\sqrt{2}}", "2"),
+    ("#### 3\\sqrt{2}", "3"),
+    ("it is 3\\sqrt{2}", "2"),
+    ("it is 2^{10}", "10"),
+    ("the answer is 2^10", "2"),
+    ("\\boxed{1e5}", "100000"),
+    ("#### 1e5", "1"),
+    ("#### 2x", "2"),
+    ("\\boxed{1,2}", "12"),
+    ("\\boxed{3\\frac{1}{2}}", "15.5"),
+    ("#### 7 1/2", "7"),
+    ("the answer is 3 + 4", "3"),
+    ("#### 7 or 8", "7"),
+    ("the answer is 7 or 8", "7"),
+    ("\\boxed{7 or 8}", "7"),
 )
 def test_math_answer_rejects_other_answers_and_parts_of_a_formula(response: str, truth: str):
     reward = math_answer(make_sample(response, truth=truth))

@@ -12,6 +12,7 @@ from slipstream.generators.rewards.composition import RewardFunctions
 from slipstream.generators.rewards.judge import bradley_terry
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
+from tests.cases import cases
 from tests.unit.generators.rewards.scene import in_pool, sample, scores
 from tests.unit.generators.servers import Handler, serve
 
@@ -74,18 +75,15 @@ def test_many_calls_are_in_flight_in_one_worker_and_keep_to_the_rate(address: st
     assert time.monotonic() - started_at >= 3 * 0.1 + 0.2
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        ("no idea", "must write a score that matches the pattern, got 'no idea'"),
-        ("crash", "500"),
-        ("odd", "must answer in OpenAI's format, got KeyError"),
-    ],
-)
-def test_a_judge_without_a_score_is_an_error(address: str, answer: str, words: str):
-    (reward,) = judge(address, [make_input(answer)])
-    assert (reward.status, reward.total) == ("error", 0.0)
-    assert words in reward.detail
+def test_a_judge_without_a_score_is_an_error(address: str):
+    refusals = {
+        "no idea": "must write a score that matches the pattern, got 'no idea'",
+        "crash": "500",
+        "odd": "must answer in OpenAI's format, got KeyError",
+    }
+    for reward, words in zip(judge(address, [*map(make_input, refusals)]), refusals.values(), strict=True):
+        assert (reward.status, reward.total) == ("error", 0.0)
+        assert words in reward.detail
 
 
 def compare(address: str, answers: list[str], *, template="ANSWER PAIR {a} {b}", **arguments: Any) -> list[Reward]:
@@ -144,14 +142,12 @@ def test_a_dead_judge_is_masked_and_named_and_recovers(function: str):
     assert [reward.total for reward in alive] == ([1.0, 1.0] if function == "judge" else [0.0, 1.0])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"pattern": "("}, "regular expression"),
-        ({"pattern": "1"}, "a group"),
-        ({"template": "no"}, "{response}"),
-        ({"color": 1}, r"generators.reward.arguments must fit 'judge', .* unexpected keyword argument 'color'"),
-    ],
+@cases(
+    "arguments, words",
+    ({"pattern": "("}, "regular expression"),
+    ({"pattern": "1"}, "a group"),
+    ({"template": "no"}, "{response}"),
+    ({"color": 1}, r"generators.reward.arguments must fit 'judge', .* unexpected keyword argument 'color'"),
 )
 def test_a_judge_that_cannot_score_is_refused(arguments: dict[str, Any], words: str):
     with pytest.raises(ConfigError, match=words):

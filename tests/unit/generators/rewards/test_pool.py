@@ -37,25 +37,18 @@ def statuses(responses: list[str], **settings: Any) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_each_sample_gets_its_own_reward(num_workers: int):
-    async def use(pool: RewardPool) -> None:
-        rewards = await asyncio.gather(*(pool.score(sample(r)) for r in ["", "raise x", "nan", "print", ""]))
-        assert [r.status for r in rewards] == ["ok", "error", "error", "ok", "ok"]
-        assert rewards[0] == Reward(total=0.5)
-        assert rewards[1].detail.startswith("ValueError: no good: x, at ")
-
-    use_pool(use, num_workers=num_workers)
-
-
-@pytest.mark.parametrize("content", [object(), "half \ud83d"])
-def test_an_answer_that_cannot_be_sent_to_a_worker_is_an_error_and_the_others_are_scored(content: object):
-    async def use(pool: RewardPool) -> None:
-        odd = msgspec.structs.replace(sample(), messages=[{"role": "user", "content": content}])
-        rewards = await asyncio.gather(*(pool.score(each) for each in [sample(), odd, sample()]))
-        assert [r.status for r in rewards] == ["ok", "error", "ok"]
-        assert rewards[1].detail.startswith("the reward's input from an agent must be plain text and numbers, got ")
-
-    use_pool(use)
+def test_each_sample_gets_its_own_reward_and_one_that_cannot_be_sent_to_a_worker_an_error(num_workers: int):
+    samples = [sample(response) for response in ("", "raise x", "nan", "print", "")]
+    if num_workers:
+        messages = ({"role": "user", "content": content} for content in (object(), "half \ud83d"))
+        samples[1:1] = [msgspec.structs.replace(sample(), messages=[message]) for message in messages]
+    config = RewardConfig(FUNCTION, num_workers=num_workers, timeout_s=20.0)
+    first, *odd, raised, invalid, printed, last = scores(config, samples)
+    assert first == printed == last == Reward(total=0.5)
+    assert (raised.status, invalid.status) == ("error", "error")
+    assert raised.detail.startswith("ValueError: no good: x, at ")
+    plain = "the reward's input from an agent must be plain text and numbers, got "
+    assert [(each.status, each.detail.startswith(plain)) for each in odd] == [("error", True)] * (2 * num_workers)
 
 
 def test_a_hang_is_a_timeout_and_costs_only_the_culprit():
@@ -71,28 +64,18 @@ def test_a_hang_is_a_timeout_and_costs_only_the_culprit():
     use_pool(use, timeout_s=2.0)
 
 
-@pytest.mark.parametrize(
-    ("response", "words"),
-    [
-        ("die", "worker died (signal SIGKILL)"),
-        ("leave", "worker died (exit code 3)"),
-        ("exit", "called sys.exit(3)"),
-        ("allocate 900", "generators.reward.max_memory_mib"),
-    ],
-)
-def test_a_reward_that_ends_its_worker_is_an_error_and_the_others_are_scored(response: str, words: str):
-    found = statuses(["", response, "", ""], max_memory_mib=600)
-    assert [status for status, _ in found] == ["ok", "error", "ok", "ok"]
-    assert words in found[1][1]
-
-
-def test_memory_that_a_function_keeps_ends_with_the_call_that_asked_for_too_much():
-    async def use(pool: RewardPool) -> None:
-        before, leaking, after = [await pool.score(sample(r)) for r in ["allocate 300", "leak 900", "allocate 300"]]
-        assert (before.status, leaking.status, after.status) == ("ok", "error", "ok")
-        assert "generators.reward.max_memory_mib (600 MiB)" in leaking.detail
-
-    use_pool(use, max_memory_mib=600)
+def test_a_reward_that_ends_its_worker_or_takes_its_memory_is_an_error_and_the_others_are_scored():
+    bad = {
+        "die": "worker died (signal SIGKILL)",
+        "leave": "worker died (exit code 3)",
+        "exit": "called sys.exit(3)",
+        "allocate 900": "generators.reward.max_memory_mib",
+        "leak 900": "generators.reward.max_memory_mib (600 MiB)",
+    }
+    between = "allocate 300"
+    found = statuses([between, *(each for response in bad for each in (response, between))], max_memory_mib=600)
+    assert [status for status, _ in found] == ["ok", *["error", "ok"] * len(bad)]
+    assert [words for words, (_, detail) in zip(bad.values(), found[1::2], strict=True) if words not in detail] == []
 
 
 def test_output_without_end_is_cut_and_the_function_goes_on(capfd: pytest.CaptureFixture[str]):
@@ -109,16 +92,16 @@ def test_cpu_time_is_limited_per_call():
     assert "generators.reward.max_cpu_s (1 s)" in found[1][1]
 
 
-@pytest.mark.parametrize(("response", "status"), [("litter", "timeout"), ("litter-and-die", "error")])
-def test_what_a_function_started_ends_with_its_worker(response: str, status: str, tmp_path: Path):
+def test_what_a_function_started_ends_with_its_worker(tmp_path: Path):
     async def use(pool: RewardPool) -> None:
         await pool.score(sample())
-        reward = await pool.score(sample(f"{response} {tmp_path / 'pids'}"))
-        assert reward.status == status
-        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-        assert len(pids) == 3
-        # By themselves, they end after 20 s.
-        await until(lambda: not any(map(psutil.pid_exists, pids)), timeout_s=8)
+        for response, status in (("litter", "timeout"), ("litter-and-die", "error")):
+            reward = await pool.score(sample(f"{response} {tmp_path / 'pids'}"))
+            assert reward.status == status
+            pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+            assert len(pids) == 3
+            # By themselves, they end after 20 s.
+            await until(lambda pids=pids: not any(map(psutil.pid_exists, pids)), timeout_s=8)
 
     use_pool(use, timeout_s=4.0)
 
@@ -278,12 +261,8 @@ class Marked(RewardModel):
 def test_calls_share_batches_and_a_model_that_dies_or_hangs_costs_its_answers_alone(tmp_path: Path) -> None:
     path = make_reward_model(tmp_path)
     answers = [str(number) for number in range(100, 140)]
-    config = RewardConfig(
-        function=f"{__name__}:Marked",
-        arguments={"path": path, "folder": str(tmp_path), "batch_size": 16, "device": "cpu"},
-        timeout_s=10,
-        max_memory_mib=None,
-    )
+    arguments = {"path": path, "folder": str(tmp_path), "batch_size": 16, "device": "cpu"}
+    config = RewardConfig(f"{__name__}:Marked", arguments=arguments, timeout_s=10, max_memory_mib=None)
 
     async def use(pool: RewardPool) -> list[list[Reward]]:
         async def scored(texts: list[str]) -> list[Reward]:

@@ -16,6 +16,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import ToolConfig
 from slipstream.generators.errors import ToolError
 from slipstream.generators.tools.tool import Tool, load_tools
+from tests.cases import cases
 from tests.unit.generators.agents.scene import play
 from tests.unit.generators.chat import make_chat_tokenizer
 
@@ -135,15 +136,13 @@ def test_a_server_by_http(address: str):
     assert time.monotonic() - started < 10
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ({}, r"requires either a `command` \(a list\) or a `url`, got both or none"),
-        ({"command": ["/no/such/program"]}, "an MCP server must start and list its tools within 30 s, got ToolError"),
-        ({"command": ["sleep", "9"], "start_timeout_s": 0.5}, "cannot be reached: TimeoutError from 'sleep 9'"),
-        ({"command": ["sleep", "9"], "env": {"A": "$NO_SUCH_VARIABLE"}}, "that is set in"),
-        ({"command": ["x"], "color": 1}, r"agent.tools\[0\].arguments must fit 'mcp', got command, color"),
-    ],
+@cases(
+    "arguments, complaint",
+    ({}, r"requires either a `command` \(a list\) or a `url`, got both or none"),
+    ({"command": ["/no/such/program"]}, "an MCP server must start and list its tools within 30 s, got ToolError"),
+    ({"command": ["sleep", "9"], "start_timeout_s": 0.5}, "cannot be reached: TimeoutError from 'sleep 9'"),
+    ({"command": ["sleep", "9"], "env": {"A": "$NO_SUCH_VARIABLE"}}, "that is set in"),
+    ({"command": ["x"], "color": 1}, r"agent.tools\[0\].arguments must fit 'mcp', got command, color"),
 )
 def test_what_is_no_server_is_refused_at_the_start(arguments: dict[str, Any], complaint: str):
     with pytest.raises(ConfigError, match=complaint):

@@ -18,6 +18,7 @@ from slipstream.generators.tools.search import LocalIndex, Passage, Search, open
 from slipstream.generators.tools.tool import Tool
 from slipstream.scripts import make_search_index
 from tests.builders import make_prompt
+from tests.cases import cases
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play, written
 from tests.unit.generators.chat import make_chat_tokenizer
 from tests.unit.generators.servers import Handler, serve
@@ -55,18 +56,14 @@ def test_the_best_passages_come_first_and_the_same_corpus_may_be_parquet(index: 
     assert find(str(tmp_path / "index"), "danube") == find(index, "danube") == [Passage(*CORPUS[1].values())]
 
 
-@pytest.mark.parametrize(
-    ("corpus", "complaint"),
-    [
-        ('{"text": "a"}\n{"title": "b"}', r"corpus.jsonl, row 1 must have a string `contents`, or strings `text`"),
-        ("[1]\n", r"corpus.jsonl, row 0 must have a string `contents`"),
-        ("what\n", r"corpus.jsonl must be JSON lines or a Parquet file, but cannot be read"),
-        ("", r"corpus.jsonl must contain at least one passage, but is empty"),
-    ],
+@cases(
+    "corpus, complaint",
+    ('{"text": "a"}\n{"title": "b"}', r"corpus.jsonl, row 1 must have a string `contents`, or strings `text`"),
+    ("[1]\n", r"corpus.jsonl, row 0 must have a string `contents`"),
+    ("what\n", r"corpus.jsonl must be JSON lines or a Parquet file, but cannot be read"),
+    ("", r"corpus.jsonl must contain at least one passage, but is empty"),
 )
-def test_a_wrong_corpus_is_named_and_leaves_the_index_as_it_was(
-    corpus: str, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_wrong_corpus_is_named_and_leaves_the_index_as_it_was(corpus, complaint, tmp_path, capsys):
     pytest.importorskip("tantivy")
     (tmp_path / "corpus.jsonl").write_text(corpus)
     (tmp_path / "index").mkdir()
@@ -159,18 +156,14 @@ def service() -> Iterator[str]:
         yield f"{address}/retrieve"
 
 
-def test_a_service_is_asked_in_search_r1s_form(service: str):
+def test_a_service_is_asked_in_search_r1s_form_and_its_failures_are_read_by_the_model_and_counted(service: str):
     text, _ = shown(service, [ASK, "<answer>so</answer>"], num_passages=2)
     assert "<information>Doc 1(Title: Bonn) A city.\nDoc 2(Title: Bonn) A city.</information>" in text
     assert Service.requests[-1] == {"queries": ["danube"], "topk": 2, "return_scores": True}
-
-
-@pytest.mark.parametrize("query", ["broken", "gone"])
-def test_a_service_that_fails_is_read_by_the_model_and_counted(service: str, query: str):
-    address = service if query == "broken" else "http://127.0.0.1:9/retrieve"
-    text, trajectory = shown(address, [f"<search>{query}</search>", "<answer>so</answer>"])
-    assert f"<information>error: the search at {address} must answer in the format of Search-R1's" in text
-    assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (1, 1)
+    for address, query in ((service, "broken"), ("http://127.0.0.1:9/retrieve", "gone")):
+        text, trajectory = shown(address, [f"<search>{query}</search>", "<answer>so</answer>"])
+        assert f"<information>error: the search at {address} must answer in the format of Search-R1's" in text
+        assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (1, 1)
 
 
 CITY = {"type": "string", "description": "Name of the city."}
@@ -210,9 +203,7 @@ def call(tool: Tool, **arguments: Any) -> Any:
     return asyncio.run(tool.open({}).call(arguments))
 
 
-def test_the_schema_is_that_of_the_settings_and_arguments_go_into_path_query_or_body(
-    address: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_schema_is_that_of_the_settings_and_arguments_go_into_path_query_or_body(address, monkeypatch):
     described = make("http://127.0.0.1:9", required=["city"]).schema["function"]
     assert (described["name"], described["description"]) == ("weather", "Look the weather up.")
     properties = {"city": CITY, "days": DAYS}
@@ -229,19 +220,17 @@ def test_the_schema_is_that_of_the_settings_and_arguments_go_into_path_query_or_
     assert call(make(address), city="a", days=1), "a passing failure is retried"
 
 
-@pytest.mark.parametrize(
-    ("failures", "settings", "arguments", "complaint"),
-    [
-        ([404], {}, {"city": "a", "days": 1}, "the server answered 404: xxx"),
-        ([302], {}, {"city": "a", "days": 1}, "the server answered 302: xxx"),
-        ([503, 503], {}, {"city": "a", "days": 1}, "the server answered 503: xxx"),
-        ([503], {"method": "POST"}, {"city": "a", "days": 1}, "the server answered 503: xxx"),
-        ([], {"max_bytes": 100}, {"city": "big", "days": 1}, "must answer with at most 100 bytes, but sent more"),
-        ([], {}, {"city": "..", "days": 1}, r"a parameter in the address must be a name, got '\.\.'"),
-        ([], {}, {"city": "a"}, "the parameter days is required"),
-        ([], {}, {"city": "a", "days": 1, "host": "x"}, "unknown parameter host, available:"),
-        ([], {"url": "http://127.0.0.1:9/{city}"}, {"city": "a", "days": 1}, "the server did not answer: ConnectError"),
-    ],
+@cases(
+    "failures, settings, arguments, complaint",
+    ([404], {}, {"city": "a", "days": 1}, "the server answered 404: xxx"),
+    ([302], {}, {"city": "a", "days": 1}, "the server answered 302: xxx"),
+    ([503, 503], {}, {"city": "a", "days": 1}, "the server answered 503: xxx"),
+    ([503], {"method": "POST"}, {"city": "a", "days": 1}, "the server answered 503: xxx"),
+    ([], {"max_bytes": 100}, {"city": "big", "days": 1}, "must answer with at most 100 bytes, but sent more"),
+    ([], {}, {"city": "..", "days": 1}, r"a parameter in the address must be a name, got '\.\.'"),
+    ([], {}, {"city": "a"}, "the parameter days is required"),
+    ([], {}, {"city": "a", "days": 1, "host": "x"}, "unknown parameter host, available:"),
+    ([], {"url": "http://127.0.0.1:9/{city}"}, {"city": "a", "days": 1}, "the server did not answer: ConnectError"),
 )
 def test_failures_are_named(address: str, failures: list, settings: dict, arguments: dict, complaint: str):
     Weather.failures[:] = failures
@@ -250,17 +239,15 @@ def test_failures_are_named(address: str, failures: list, settings: dict, argume
     assert not Weather.failures
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ({"url": "ftp://a"}, r"must have a url http\(s\)://host/"),
-        ({"url": "http://{city}/a"}, r"must have a url http\(s\)://host/"),
-        ({"url": "http://user:pass@host/a"}, r"must have a url http\(s\)://host/"),
-        ({"url": "http://a/{town}"}, "must describe all required parameters, .* without town"),
-        ({"url": "http://a/{city}", "required": []}, "including those in its url, .* without city"),
-        ({"url": "http://a", "headers": {"k": "$NO_SUCH_VARIABLE"}}, "that is set in .* 'NO_SUCH_VARIABLE'"),
-        ({"url": "http://a", "color": 1}, r"agent.tools\[0\].arguments must fit 'http', got url, .*color"),
-    ],
+@cases(
+    "arguments, complaint",
+    ({"url": "ftp://a"}, r"must have a url http\(s\)://host/"),
+    ({"url": "http://{city}/a"}, r"must have a url http\(s\)://host/"),
+    ({"url": "http://user:pass@host/a"}, r"must have a url http\(s\)://host/"),
+    ({"url": "http://a/{town}"}, "must describe all required parameters, .* without town"),
+    ({"url": "http://a/{city}", "required": []}, "including those in its url, .* without city"),
+    ({"url": "http://a", "headers": {"k": "$NO_SUCH_VARIABLE"}}, "that is set in .* 'NO_SUCH_VARIABLE'"),
+    ({"url": "http://a", "color": 1}, r"agent.tools\[0\].arguments must fit 'http', got url, .*color"),
 )
 def test_wrong_settings_are_refused_at_the_start(arguments: dict[str, Any], complaint: str):
     with pytest.raises(ConfigError, match=complaint):

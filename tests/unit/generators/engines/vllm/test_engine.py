@@ -24,6 +24,7 @@ from slipstream.generators.engines.vllm.health import (
 from slipstream.generators.engines.vllm.process import engine_arguments
 from slipstream.generators.errors import EngineDiedError, EngineError
 from tests.builders import make_run
+from tests.cases import cases
 from tests.unit.broker.weight_versions import announce
 
 MODEL = ModelConfig(max_length=64, dtype="float32", path="none")
@@ -73,33 +74,21 @@ def test_prefixes_are_cached_where_an_answer_may_have_several_turns(chosen: bool
     assert arguments_of(enable_prefix_caching=chosen, reads_text=text).enable_prefix_caching is is_on
 
 
-def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
-    compilation = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64, 256]}
-    settings = {"pipeline_parallel_size": 2, "expert_parallel": True, "max_num_batched_tokens": 512}
-    settings |= {"kv_cache_dtype": "fp8", "quantization": "fp8_per_tensor"}
-    others = {"block_size": 32, "async_scheduling": False, "compilation_config": compilation}
-    arguments = arguments_of(**settings, engine_kwargs=others)
-    assert arguments.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
-    assert (arguments.pipeline_parallel_size, arguments.enable_expert_parallel) == (2, True)
-    assert (arguments.max_num_batched_tokens, arguments.kv_cache_dtype) == (512, "fp8")
-    assert (arguments.quantization, arguments.distributed_executor_backend) == ("fp8_per_tensor", "mp")
-    assert (arguments.block_size, arguments.async_scheduling) == (32, False)
+def test_what_a_cpu_cannot_do_is_refused() -> None:
     with pytest.raises(EngineError, match=r"enable_chunked_prefill .* must be false on a CPU"):
         arguments_of(engine_kwargs={"enable_chunked_prefill": True})
     with pytest.raises(EngineError, match=r"expert_parallel must be false with several workers on a CPU"):
         arguments_of(expert_parallel=True, tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize(
-    ("extra", "advice"),
-    [
-        ({"max_model_len": 9}, r"got max_model_len: set model\.max_length instead"),
-        ({"data_parallel_size": 2}, r"set generators\.count instead"),
-        ({"logprobs_mode": "raw_logits"}, r"log-probabilities exact, got logprobs_mode: leave it out"),
-        ({"speculative_config": {"method": "ngram"}}, r"got speculative_config: leave it out"),
-        ({"hf_overrides": {"rope_theta": 1.0}}, r"got hf_overrides: leave it out"),
-        ({"blok_size": 32}, r"got blok_size: did you mean block_size\?"),
-    ],
+@cases(
+    "extra, advice",
+    ({"max_model_len": 9}, r"got max_model_len: set model\.max_length instead"),
+    ({"data_parallel_size": 2}, r"set generators\.count instead"),
+    ({"logprobs_mode": "raw_logits"}, r"log-probabilities exact, got logprobs_mode: leave it out"),
+    ({"speculative_config": {"method": "ngram"}}, r"got speculative_config: leave it out"),
+    ({"hf_overrides": {"rope_theta": 1.0}}, r"got hf_overrides: leave it out"),
+    ({"blok_size": 32}, r"got blok_size: did you mean block_size\?"),
 )
 def test_an_argument_that_a_setting_decides_or_that_may_change_sampling_is_refused(extra: dict, advice: str) -> None:
     with pytest.raises(ConfigError, match=advice):
@@ -133,34 +122,23 @@ def test_variables_follow_device_and_settings():
     assert "TORCHDYNAMO_DISABLE" not in environment_of("cpu", enforce_eager=False)
 
 
-class Scene:
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.watchdog = StepWatchdog(limit_s=10.0, clock=lambda: self.now)
-
-    def check(self, *, after_s: float, steps: int, requests: int = 1, is_paused: bool = False) -> None:
-        self.now += after_s
-        self.watchdog.check(EngineLoad(num_open=requests, num_steps=steps), is_paused=is_paused)
-
-
-def test_an_engine_without_a_step_while_requests_are_open_is_dead():
-    scene = Scene()
-    for step in range(20):
-        scene.check(after_s=9.0, steps=step)
-    scene.check(after_s=10.0, steps=19)
-    with pytest.raises(EngineDiedError, match=r"within 10 s .* 64 open"):
-        scene.check(after_s=0.1, steps=19, requests=64)
-
-
 @pytest.mark.parametrize("idle", [{"requests": 0}, {"is_paused": True}])
-def test_time_without_work_does_not_count(idle):
-    scene = Scene()
-    scene.check(after_s=1.0, steps=7)
-    scene.check(after_s=9.0, steps=7)
-    scene.check(after_s=100.0, steps=7, **idle)
-    scene.check(after_s=9.0, steps=7)
-    with pytest.raises(EngineDiedError):
-        scene.check(after_s=2.0, steps=7)
+def test_an_engine_without_a_step_while_requests_are_open_is_dead_and_time_without_work_does_not_count(idle):
+    now = 0.0
+    watchdog = StepWatchdog(limit_s=10.0, clock=lambda: now)
+
+    def check(after_s: float, *, steps: int, requests: int = 1, is_paused: bool = False) -> None:
+        nonlocal now
+        now += after_s
+        watchdog.check(EngineLoad(num_open=requests, num_steps=steps), is_paused=is_paused)
+
+    for step in range(20):
+        check(9.0, steps=step)
+    check(9.0, steps=19)
+    check(100.0, steps=19, **idle)
+    check(10.0, steps=19)
+    with pytest.raises(EngineDiedError, match=r"within 10 s .* 64 open"):
+        check(0.1, steps=19, requests=64)
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +166,8 @@ def fail() -> None:
 
 def test_the_first_fatal_error_is_the_cause():
     assert read_fatal_error() == ""
-    process = multiprocessing.get_context("spawn").Process(target=fail, name="EngineCore_0")
+    # Forked, because a spawned process would import vLLM again.
+    process = multiprocessing.get_context("fork").Process(target=fail, name="EngineCore_0")
     process.start()
     process.join(60)
     assert process.exitcode == 0

@@ -28,6 +28,7 @@ from slipstream.generators.engines.vllm.weights import (
     lora_arguments,
     second_copy,
 )
+from tests.cases import cases
 
 Tensors = list[tuple[str, Tensor]]
 
@@ -120,14 +121,12 @@ def keep_old_kernel(model: Model) -> None:
     model.qk.cpu_linear = kernel
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (corrupt("norm.weight"), "norm.weight"),
-        (corrupt("head.weight"), "head.weight"),
-        (corrupt("experts.weight"), "experts.weight"),
-        (keep_old_kernel, "qk.weight"),
-    ],
+@cases(
+    "change, name",
+    (corrupt("norm.weight"), "norm.weight"),
+    (corrupt("head.weight"), "head.weight"),
+    (corrupt("experts.weight"), "experts.weight"),
+    (keep_old_kernel, "qk.weight"),
 )
 def test_one_changed_element_is_found_in_any_parameter(change: Callable[[Model], None], name: str):
     model, sent = Model(), make_sent()
