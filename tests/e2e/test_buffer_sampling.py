@@ -57,6 +57,8 @@ def test_stored_rollouts_are_mixed_in(folder: Path, reused: list[dict[str, float
     assert max(row["lag/max"] for row in rows) <= 4, "another run's versions have no lag"
 
 
+# In CI: tests/contract/test_store_sampling.py.
+@pytest.mark.long
 def test_a_prioritized_sampler_that_drops_stale_groups_trains_to_the_end(folder: Path):
     policy = ("buffer/sampler=prioritized", "staleness.on_stale=drop", "staleness.max_lag=1")
     rows = train(folder, "prioritized", *policy)

@@ -10,7 +10,8 @@ import pytest
 
 from tests import runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+# In CI, other tests refuse a reward, stop, resume, evaluate, and show a status.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 BUGGY = "def score(sample):\n    return float(sample.response == sample.answer)\n"
 FIXED = "def score(sample):\n    return float(sample.response[:1] == sample.ground_truth[:1])\n"
 OWN = [

@@ -178,7 +178,8 @@ def test_a_forked_engine_gets_the_environment_of_its_role_and_leaves_no_process(
         assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("kind", ["spawned", "forked"])
+# Generators fork it.
+@pytest.mark.parametrize("kind", [pytest.param("spawned", marks=pytest.mark.long), "forked"])
 def test_the_engine_process_ignores_ctrl_c_and_dies_with_its_role(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ):

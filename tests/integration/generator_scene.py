@@ -105,11 +105,10 @@ class GeneratorScene:
         return [message for message in self.learner.received if isinstance(message, kind)]
 
 
-def make_generator(scene: Any, peer: Any = None, engine: ScriptedEngine | None = None) -> Generator:
-    """A generator of the scene's run, for `peer` and `engine` or those of the scene."""
-    peer, engine = peer or scene.peer, engine or scene.engine
-    pool = RewardPool(RewardConfig(scene.reward, num_workers=0))
-    parts = {"run": scene.run, "engine": engine, "rewards": pool}
+def make_generator(scene: GeneratorScene) -> Generator:
+    """A generator of the scene's run, with the scene's engine."""
+    peer, pool = scene.peer, RewardPool(RewardConfig(scene.reward, num_workers=0))
+    parts = {"run": scene.run, "engine": scene.engine, "rewards": pool}
     encoder = PromptEncoder(make_tokenizer(), max_prompt_tokens=16)
     agent = AgentRunner(encoder=encoder, generator_id=peer.member.peer_id, **parts)
     generator = Generator(

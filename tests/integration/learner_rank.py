@@ -14,9 +14,9 @@ import torch
 from slipstream.buffer.archive.step_tokens import write_step
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.trajectory import Reward, Trajectory
-from slipstream.configs.advantages import GaeConfig, GrpoConfig
+from slipstream.configs.advantages import GrpoConfig
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.data import LoraConfig, ModelConfig, MoeConfig
+from slipstream.configs.data import ModelConfig
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.configs.run import StorageConfig
 from slipstream.learner.build import build_trainer
@@ -38,13 +38,10 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--steps", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--die", action="store_true", help="after the model is built, without a word")
-    parser.add_argument("--critic", action="store_true")
     parser.add_argument("--engine-checkpoint", action="store_true", help="save one of DeepSpeed's own, too")
-    parser.add_argument("--lora", action="store_true")
     parser.add_argument("--optimizer", choices=["muon", "adamw_8bit"])
     parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--pictures", action="store_true", help="a model with images, prompts with and without")
-    parser.add_argument("--aux-loss", type=float, default=0.0)
     parser.add_argument("--microbatch", type=int, default=8192)
     parser.add_argument("--machine", help="name of the machine, which has a run folder of its own")
     parser.add_argument("--storage", help="object store")
@@ -74,12 +71,9 @@ def main() -> None:
     learner = {"engine": zero(args.zero), "num_ranks": args.ranks, "tokens_per_microbatch": args.microbatch}
     if args.optimizer:
         learner |= {"optimizer": OptimizerConfig(name=args.optimizer, learning_rate=1e-3, epsilon=1.0)}
-    algorithm = AlgorithmConfig(advantage=GaeConfig() if args.critic else GrpoConfig())
     dtype = "bfloat16" if args.bfloat16 else "float32"
-    model = ModelConfig(
-        max_length=64, path=str(args.folder / "model"), dtype=dtype, lora=LoraConfig(rank=4) if args.lora else None
-    )
-    model = msgspec.structs.replace(model, moe=MoeConfig(router_aux_loss=args.aux_loss))
+    model = ModelConfig(max_length=64, path=str(args.folder / "model"), dtype=dtype)
+    algorithm = AlgorithmConfig(advantage=GrpoConfig())
     run = make_run(model.path, model=model, learner=learner, algorithm=algorithm, storage=StorageConfig(args.storage))
     torch.manual_seed(run.seed)
     trainer = build_trainer(run, ranks=ranks)

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.buffer.archive.step_tokens import read_steps, write_step
-from tests.families import make_family
 from tests.integration.rank_processes import run_ranks, start_rank
 from tests.pictures import make_vision_model
 from tests.tiny_model import make_tiny_model
@@ -77,22 +76,6 @@ def test_two_ranks_make_the_weights_of_one(tmp_path):
         assert {key: pytest.approx(values, abs=2e-3) for key, values in numbers.items()} == two[name]
 
 
-# The critic on two ranks: test_algorithms_on_ranks.py, advantage-gae.
-@pytest.mark.slow
-@pytest.mark.parametrize("trained", ["--lora", pytest.param("--critic", marks=pytest.mark.long)])
-def test_two_ranks_train_the_adapter_and_the_critic_of_one(tmp_path, trained):
-    make_tiny_model(tmp_path / "model")
-    (alone, expected), (together, metrics) = train_on_one_and_two(tmp_path, trained)
-    base = load_file(tmp_path / "model" / "model.safetensors")
-    assert largest_difference(alone, together) < 1e-5 < largest_difference(base, together)
-    assert metrics[0] == metrics[1]
-    # Values, losses, and gradient norms, including the critic's. `computed_tokens` counts padding.
-    for one, two in zip(expected[0], metrics[0], strict=True):
-        one["learner/computed_tokens"] = two["learner/computed_tokens"]
-        assert two == pytest.approx(one, abs=1e-4, rel=1e-4)
-        assert ("learner/critic_grad_norm" in two) == (trained == "--critic")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["muon", "adamw_8bit"])
 def test_two_ranks_train_with_another_optimizer_as_one_and_resume_bit_for_bit(tmp_path, optimizer):
@@ -132,18 +115,6 @@ def test_two_ranks_continue_a_bfloat16_model_bit_for_bit_and_save_what_they_publ
     assert metrics[0][0].items() <= expected[0][1].items()
 
 
-@pytest.mark.slow
-def test_two_ranks_balance_experts_as_one(tmp_path):
-    """Each expert's share covers all ranks and microbatches, so one rank's share would be wrong."""
-    make_family(tmp_path, "qwen3_moe").rename(tmp_path / "model")
-    (alone, one), (together, two) = train_on_one_and_two(tmp_path, "--aux-loss=5")
-    assert largest_difference(alone, together) < 1e-4
-    keys = [key for key in one[0][1] if "expert" in key or "aux" in key]
-    assert len(keys) == 8
-    for first, second in zip(one[0], two[0], strict=True):
-        assert {key: second[key] for key in keys} == pytest.approx({key: first[key] for key in keys}, rel=1e-4)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_two_ranks_train_the_visual_encoder_of_one(tmp_path, zero):
@@ -177,17 +148,6 @@ def test_two_machines_continue_bit_for_bit_without_a_shared_folder(tmp_path):
     ):
         resumed, _ = train(tmp_path, ranks=2, zero=2, out=out, extra=("--steps", "1", *extra), machines=machines)
         assert largest_difference(straight, resumed) == 0
-
-
-# One rank: tests/unit/learner/test_checkpoint.py::test_a_resumed_run_continues_bit_for_bit[critic-*].
-@pytest.mark.long
-def test_two_ranks_continue_a_critic_bit_for_bit(tmp_path):
-    make_tiny_model(tmp_path / "model")
-    straight, expected = train(tmp_path, ranks=2, zero=3, out="straight", extra=("--critic",))
-    rewind(tmp_path, "straight")
-    resumed, metrics = train(tmp_path, ranks=2, zero=3, out="resumed", extra=("--critic", "--steps", "1"))
-    assert largest_difference(straight, resumed) == 0
-    assert metrics[0][0].items() <= expected[0][1].items()
 
 
 @pytest.mark.slow

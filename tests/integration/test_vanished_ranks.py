@@ -58,15 +58,6 @@ def test_a_rank_that_stands_still_ends_the_other_with_its_name_and_machine(
     assert "Traceback" not in printed
 
 
-# Covered by tests/unit/learner/test_ranks.py::test_live_ranks_and_ranks_that_left_end_no_rank.
-@pytest.mark.long
-def test_a_step_longer_than_the_limit_ends_no_rank(tmp_path: Path, started: list) -> None:
-    start(tmp_path, started, timeout_s=1.5, step_s=4.0)
-    for process in started:
-        printed, _ = process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == 0, printed
-
-
 def main(rank: int, folder: Path, timeout_s: float, step_s: float, port: str) -> None:
     """Join, make a step without collectives, reduce once, and leave."""
     meeting = {"rendezvous": f"tcp://127.0.0.1:{port}", "silence_s": timeout_s}

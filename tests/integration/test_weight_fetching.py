@@ -148,9 +148,8 @@ def test_a_version_that_never_appears_is_an_error_in_time(scene: Scene) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", ["snapshot", "delta"])
-def test_a_run_trains_without_any_broadcast(tmp_path: Path, transport: str):
-    folder = runs.make_task(tmp_path, warm=False)
+def test_a_run_trains_without_any_broadcast(tmp_path: Path):
+    folder, transport = runs.make_task(tmp_path, warm=False), "snapshot"
     overrides = (f"name={transport}", f"weights.transport={transport}", "learner.max_steps=6")
     runs.train(folder, *runs.SMALL, *overrides, timeout_s=200)
     log = (folder / "runs" / transport / "logs" / "learner.log").read_text()
