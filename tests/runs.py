@@ -139,11 +139,11 @@ for number, (module, (_, arguments, folder, token)) in enumerate(zip(modules, ca
 
 
 def call_each(
-    calls: dict[str, Call], folder: Path, *, imports: Sequence[str] = ()
+    calls: dict[str, Call], folder: Path, *, imports: Sequence[str] = (), **environment: str
 ) -> dict[str, subprocess.CompletedProcess[str]]:
     """Run programs one after the other, each in a fork of one process that has imported their modules and `imports`."""
     words, given = [sys.executable, "-c", _CALL_EACH, *imports], json.dumps([*calls.values()])
-    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     printed = subprocess.run(words, input=given, cwd=folder, env=variables, capture_output=True, text=True, timeout=280)
     assert printed.returncode == 0, printed.stderr
     ends = {}

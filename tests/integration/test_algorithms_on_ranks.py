@@ -36,9 +36,10 @@ pytestmark = pytest.mark.timeout(4 * DEADLINE_S)
 
 def train_on_ranks(folder: Path, names: list[str], *, stage: int, ranks: int = 2, sequence_parallel: int = 1) -> None:
     sizes = [f"--ranks={ranks}", f"--sequence-parallel={sequence_parallel}", f"--zero={stage}"]
-    command = ["-m", "tests.integration.algorithm_ranks", *sizes, f"--folder={folder}"]
+    command = [*sizes, f"--folder={folder}"]
     (folder / "rendezvous").unlink(missing_ok=True)
-    run_ranks([[*command, f"--rank={rank}", *names] for rank in range(ranks)], timeout_s=DEADLINE_S)
+    own = [[*command, f"--rank={rank}", *names] for rank in range(ranks)]
+    run_ranks("tests.integration.algorithm_ranks", own, timeout_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize(

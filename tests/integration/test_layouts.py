@@ -19,9 +19,9 @@ def launch(folder: Path, out: str, *extra: str) -> None:
     """Run all ranks of a layout to completion. Example: `2-4` is stage 2 on four ranks."""
     layout, _, ranks = out.partition("-")
     (folder / f"{out}.rendezvous").unlink(missing_ok=True)
-    command = ["-m", "tests.integration.layout_rank", f"--layout={layout}", f"--ranks={ranks}"]
-    command += [f"--folder={folder}", f"--out={out}", *extra]
-    run_ranks([[*command, f"--rank={rank}"] for rank in range(int(ranks))], timeout_s=DEADLINE_S)
+    command = [f"--layout={layout}", f"--ranks={ranks}", f"--folder={folder}", f"--out={out}", *extra]
+    own = [[*command, f"--rank={rank}"] for rank in range(int(ranks))]
+    run_ranks("tests.integration.layout_rank", own, timeout_s=DEADLINE_S)
 
 
 def join_moments(files: list[Path]) -> dict[str, torch.Tensor]:

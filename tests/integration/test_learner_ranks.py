@@ -17,11 +17,12 @@ from tests.tolerance import largest_difference
 from tests.unit.learner.builders import make_groups, make_run, make_trainer, weights
 
 DEADLINE_S = 150.0
+RANK = "tests.integration.learner_rank"
 
 
 def command(folder: Path, rank: int, *, ranks: int, zero: int, out: str, extra: Sequence[str] = ()) -> list[str]:
     arguments = {"rank": rank, "ranks": ranks, "zero": zero, "folder": folder, "out": out}
-    return ["-m", "tests.integration.learner_rank", *(f"--{name}={value}" for name, value in arguments.items()), *extra]
+    return [*(f"--{name}={value}" for name, value in arguments.items()), *extra]
 
 
 def train(
@@ -31,7 +32,7 @@ def train(
     (folder / f"{out}.rendezvous").unlink(missing_ok=True)
     own = [[*extra, f"--machine={name}"] for name in machines] or [extra] * ranks
     commands = [command(folder, rank, ranks=ranks, zero=zero, out=out, extra=each) for rank, each in enumerate(own)]
-    run_ranks(commands, timeout_s=DEADLINE_S)
+    run_ranks(RANK, commands, timeout_s=DEADLINE_S)
     metrics = [ast.literal_eval((folder / f"{out}.rank-{rank}.metrics").read_text()) for rank in range(ranks)]
     return load_file(folder / out / "model.safetensors"), metrics
 
@@ -153,8 +154,8 @@ def test_two_machines_continue_bit_for_bit_without_a_shared_folder(tmp_path):
 @pytest.mark.slow
 def test_a_dead_rank_raises_in_the_others(tmp_path):
     make_tiny_model(tmp_path / "model")
-    first = start_rank(command(tmp_path, 0, ranks=2, zero=0, out="dying"))
-    second = start_rank(command(tmp_path, 1, ranks=2, zero=0, out="dying", extra=["--die"]))
+    first = start_rank(["-m", RANK, *command(tmp_path, 0, ranks=2, zero=0, out="dying")])
+    second = start_rank(["-m", RANK, *command(tmp_path, 1, ranks=2, zero=0, out="dying", extra=["--die"])])
     try:
         output, _ = first.communicate(timeout=DEADLINE_S)
     finally:
