@@ -144,6 +144,8 @@ def test_a_replay_reproduces_the_losses_bit_for_bit_and_evaluates_each_step(fold
     assert [(row["step"], row["eval/version"]) for row in rows if "eval/accuracy_sampled" in row] == [(2, 2)]
 
 
+# In CI: tests/unit/slipstream/launch/test_convert.py rescores, tests/unit/learner/test_every_algorithm.py trains.
+@pytest.mark.long
 def test_another_algorithm_and_another_reward_function_train_on_the_same_rollouts(
     folder: Path, stored: list[dict[str, Any]]
 ):

@@ -306,16 +306,14 @@ def test_a_trajectory_opens_with_its_group_token_by_token(watched: Watched):
     watched.shows("120 stored")
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/", "/compare?runs=mine,done", "/metrics", *(f"/runs/done{page}" for page in PAGES), "/runs/mine/pipeline"],
-)
-def test_no_page_scrolls_sideways_on_a_phone(watched: Watched, path: str):
+def test_no_page_scrolls_sideways_on_a_phone(watched: Watched):
     watched.page.set_viewport_size({"width": 360, "height": 740})
-    watched.open(path)
-    watched.until(lambda: len(watched.text()) > 60, "the page must appear")
-    watched.page.wait_for_timeout(150)
-    assert watched.page.evaluate("document.documentElement.scrollWidth") <= 360
+    pages = [f"/runs/done{page}" for page in PAGES]
+    for path in ("/", "/compare?runs=mine,done", "/metrics", *pages, "/runs/mine/pipeline"):
+        watched.open(path)
+        watched.until(lambda: len(watched.text()) > 60, "the page must appear")
+        watched.page.wait_for_timeout(150)
+        assert watched.page.evaluate("document.documentElement.scrollWidth") <= 360, path
 
 
 def test_dark_and_light_follow_the_system_until_one_is_chosen_by_the_keyboard(watched: Watched):
