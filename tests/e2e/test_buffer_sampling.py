@@ -69,6 +69,8 @@ def test_a_prioritized_sampler_that_drops_stale_groups_trains_to_the_end(folder:
         assert split >= row["lag/mean"] - 1e-9, "a trajectory's oldest token is at least as old as its mean token"
 
 
+# In CI: tests/integration/test_dynamic_sampling.py, a run that settles on rows of middle difficulty.
+@pytest.mark.long
 def test_a_curriculum_skips_and_counts_prompts_that_are_always_or_never_right(folder: Path):
     (folder / "graded.py").write_text(GRADED)
     pq.write_table(pq.read_table(folder / "data" / "digits" / "train.parquet").slice(0, 12), folder / "twelve.parquet")

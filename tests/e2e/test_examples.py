@@ -83,6 +83,8 @@ def test_demonstrations_then_rewards(
             assert low <= own[key] <= high, key
 
 
+# In CI: tests/unit/generators/agents, the door.
+@pytest.mark.long
 def test_a_black_box_agent_through_the_door(folder: Path):
     runs.make_task(folder, warm=False)
     command = [sys.executable, "examples/black_box_agent/agent.py", "runs/black_box"]

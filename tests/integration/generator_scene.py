@@ -49,18 +49,11 @@ class GeneratorScene:
         *,
         make_store: Callable[[Callable[[], float]], AnyStore] = make_memory_store,
         reward: str = ALWAYS_ONE,
-        buffer: dict[str, Any] | None = None,
-        generators: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        """`generators` are merged into `max_concurrency=8`; `max_lag` is 1."""
+        """`max_lag` is 1."""
         self.clock, self.hub = TurnClock(), MemoryBroker()
-        self.run = make_run(
-            buffer=buffer or {},
-            staleness={"max_lag": 1},
-            generators={"max_concurrency": 8} | (generators or {}),
-            **settings,
-        )
+        self.run = make_run(staleness={"max_lag": 1}, generators={"max_concurrency": 8}, **settings)
         self.reward = reward
         self.store = make_store(self.clock)
         self.rows = Dataset(write_rows(folder / "rows.parquet"))

@@ -139,6 +139,8 @@ def in_a_terminal(folder: Path, *overrides: str) -> Iterator["subprocess.Popen[b
         os.close(ours)
 
 
+# In CI: a role and the launcher in tests/unit/slipstream/runtime/test_process.py, Ctrl-C in test_scaling.py.
+@pytest.mark.long
 def test_closing_the_terminal_ends_the_run_as_ctrl_c_does(folder: Path) -> None:
     path = folder / "runs" / "terminal"
     try:

@@ -128,6 +128,7 @@ def test_the_wheel_holds_one_top_level_package_with_everything_of_the_tree(wheel
     assert "[vllm.general_plugins]\nslipstream = slipstream.generators.engines.vllm.weights:register" in entries
 
 
+@pytest.mark.long
 def test_a_wheel_built_from_the_sdist_is_the_same(tree: Path, wheel: Path) -> None:
     call(tree, sys.executable, "-c", BUILD_SDIST, tree.parent / "sdist")
     (sdist,) = (tree.parent / "sdist").glob("*.tar.gz")
