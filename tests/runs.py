@@ -134,7 +134,7 @@ for number, (module, (_, arguments, folder, token)) in enumerate(zip(modules, ca
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 

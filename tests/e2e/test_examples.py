@@ -83,7 +83,7 @@ def test_demonstrations_then_rewards(
             assert low <= own[key] <= high, key
 
 
-# In CI: tests/unit/generators/agents, the door.
+# In CI: tests/unit/generators/agents/test_external.py.
 @pytest.mark.long
 def test_a_black_box_agent_through_the_door(folder: Path):
     runs.make_task(folder, warm=False)
