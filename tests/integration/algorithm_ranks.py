@@ -1,6 +1,5 @@
-"""A learner rank that trains with many algorithms: `python -m tests.integration.algorithm_ranks`."""
+"""A learner rank that trains with many algorithms, for `run_ranks`."""
 
-import argparse
 import json
 import os
 from pathlib import Path
@@ -92,27 +91,16 @@ def train(folder: Path, name: str, *, ranks: Ranks, **learner: Any) -> tuple[lis
     return kept, weights(trainer)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name, kind in {"rank": int, "zero": int, "folder": Path}.items():
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--sequence-parallel", type=int, default=1)
-    parser.add_argument("names", nargs="+")
-    args = parser.parse_args()
+def main(rank: int, ranks: int, sequence_parallel: int, stage: int, folder: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     os.environ.update(deepspeed_environment(CPU))
-    sizes = {"num_ranks": args.ranks, "sequence_parallel": args.sequence_parallel}
-    rendezvous = f"file://{args.folder / 'rendezvous'}"
-    ranks = join_ranks(rank=args.rank, size=args.ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
-    learner = {"engine": zero(args.zero), "tokens_per_microbatch": 64, **sizes}
-    for name in args.names:
-        metrics, found = train(args.folder, name, ranks=ranks, **learner)
-        if ranks.is_first:
-            save_file({key: tensor.contiguous().clone() for key, tensor in found.items()}, args.folder / f"{name}.st")
-            (args.folder / f"{name}.json").write_text(json.dumps(metrics))
+    place, rendezvous = Path(folder), f"file://{folder}/rendezvous"
+    group = join_ranks(rank=rank, size=ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
+    sizes = {"num_ranks": ranks, "sequence_parallel": sequence_parallel}
+    learner = {"engine": zero(stage), "tokens_per_microbatch": 64, **sizes}
+    for name in names:
+        metrics, found = train(place, name, ranks=group, **learner)
+        if group.is_first:
+            save_file({key: tensor.contiguous().clone() for key, tensor in found.items()}, place / f"{name}.st")
+            (place / f"{name}.json").write_text(json.dumps(metrics))
     exit_rank()
-
-
-if __name__ == "__main__":
-    main()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from tests.runs import ROOT, kill_tree
 
@@ -22,9 +23,8 @@ entry = importlib.import_module(module).main
 pids = []
 for arguments in ranks:
     if (pid := os.fork()) == 0:
-        sys.argv = [module, *arguments]
         try:
-            entry()
+            entry(**arguments)
         except BaseException:
             traceback.print_exc()
         sys.stdout.flush()
@@ -49,8 +49,8 @@ def start_rank(arguments: Sequence[str]) -> "subprocess.Popen[str]":
     )
 
 
-def run_ranks(module: str, arguments: Sequence[Sequence[str]], *, timeout_s: float) -> None:
-    """Run all ranks at once, each with its arguments, and check that every rank exits with 0.
+def run_ranks(module: str, arguments: Sequence[dict[str, Any]], *, timeout_s: float) -> None:
+    """Run all ranks at once, each with its arguments of `main`, and check that every rank exits with 0.
 
     They are forks of one process that has imported torch, DeepSpeed, and the module. Its `main` ends with `exit_rank`.
     """

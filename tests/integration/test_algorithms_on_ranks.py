@@ -35,10 +35,9 @@ pytestmark = pytest.mark.timeout(4 * DEADLINE_S)
 
 
 def train_on_ranks(folder: Path, names: list[str], *, stage: int, ranks: int = 2, sequence_parallel: int = 1) -> None:
-    sizes = [f"--ranks={ranks}", f"--sequence-parallel={sequence_parallel}", f"--zero={stage}"]
-    command = [*sizes, f"--folder={folder}"]
+    common = {"ranks": ranks, "sequence_parallel": sequence_parallel, "stage": stage, "folder": str(folder)}
     (folder / "rendezvous").unlink(missing_ok=True)
-    own = [[*command, f"--rank={rank}", *names] for rank in range(ranks)]
+    own = [common | {"names": names, "rank": rank} for rank in range(ranks)]
     run_ranks("tests.integration.algorithm_ranks", own, timeout_s=DEADLINE_S)
 
 

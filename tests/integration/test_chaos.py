@@ -1,13 +1,11 @@
 """Runs under chaos. `python -m tests.chaos` does the same with any number of kills."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.runs import ROOT, processes_of, until
+from tests.runs import ROOT
 
 
 def run_chaos(*options: str, timeout_s: float) -> str:
@@ -47,17 +45,3 @@ def test_every_act_leaves_acknowledged_trajectories_accounted_for(seed: int) -> 
 @pytest.mark.timeout(2400)
 def test_every_failure_of_the_matrix_is_survived() -> None:
     assert "0 problems" in run_chaos("--matrix", timeout_s=2300)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(120)
-def test_a_killed_harness_leaves_no_process(tmp_path: Path) -> None:
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    harness = subprocess.Popen([sys.executable, "-m", "tests.chaos"], cwd=ROOT, env=environment, **silent)
-    try:
-        until(lambda: any(tmp_path.glob("chaos-*/runs/chaos/store/redis.pid")), timeout_s=60, what="a store")
-    finally:
-        harness.kill()
-        harness.wait()
-    until(lambda: not processes_of(tmp_path), timeout_s=30, what="the end of all roles")

@@ -1,7 +1,5 @@
 """Shards written by two ranks, converted into one model."""
 
-import sys
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,9 +15,8 @@ from tests.integration.test_learner_ranks import train
 from tests.tiny_model import make_tiny_model, make_tiny_module
 
 
-def main() -> None:
-    """A rank, with a folder and its number as arguments, that saves its shards."""
-    folder, rank = sys.argv[1], int(sys.argv[2])
+def main(folder: str, rank: int) -> None:
+    """A rank that saves its shards."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     for kind, shape in (("fsdp", (2,)), ("ddp", (2, 1))):
         module = make_tiny_module(seed=5)
@@ -33,7 +30,7 @@ def main() -> None:
 def test_fsdp_shards_of_two_ranks_are_joined(tmp_path):
     for kind in ("fsdp", "ddp"):
         make_tiny_model(tmp_path / kind / "actor" / "huggingface")
-    run_ranks(__name__, [[str(tmp_path), str(rank)] for rank in range(2)], timeout_s=120)
+    run_ranks(__name__, [{"folder": str(tmp_path), "rank": rank} for rank in range(2)], timeout_s=120)
     expected = make_tiny_module(seed=5).state_dict()
     for kind in ("fsdp", "ddp"):
         convert(tmp_path / kind, tmp_path / f"{kind}-model", base=None, dtype=None, max_shard_size="5GB")
@@ -49,7 +46,7 @@ def test_fsdp_shards_of_two_ranks_are_joined(tmp_path):
 @pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_a_zero_checkpoint_of_two_ranks_is_gathered(tmp_path, zero):
     model = make_tiny_model(tmp_path / "model")
-    expected, _ = train(tmp_path, ranks=2, zero=zero, out="out", extra=("--engine-checkpoint",))
+    expected, _ = train(tmp_path, ranks=2, stage=zero, out="out", saves_engine=True)
     convert(tmp_path / "out-zero", tmp_path / "target", base=model, dtype=None, max_shard_size="5GB")
     found = load_file(tmp_path / "target" / "model.safetensors")
     assert set(found) == set(expected)
