@@ -30,7 +30,7 @@ def test_killed_roles_and_stores_are_restarted_and_a_killed_run_continues_on_two
         until(has_stepped(run, 5), timeout_s=120, what="training has begun")
         psutil.Process(int((run.path / "store/redis.pid").read_text())).kill()
         until(lambda: "the store is back" in run.printed, timeout_s=30, what="another store")
-        until(has_stepped(run, run.steps + 3), timeout_s=90, what="training goes on")
+        until(has_stepped(run, run.steps + 3), timeout_s=90, what="training continues")
         assert run.printed.count("the store died (signal SIGKILL); restarting it") == 1
         assert "Traceback" not in run.printed + run.log("broker") + run.log("learner") + run.log("generator-0")
         assert " died (" not in run.printed.replace("the store died (", ""), "no role ended with it"
