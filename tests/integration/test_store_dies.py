@@ -4,6 +4,7 @@ import random
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -138,8 +139,12 @@ def scrape(port: int) -> str:
         return ""
 
 
-def loggers_of(folder: Path) -> list[psutil.Process]:
-    return [each for each in runs.processes_of(folder) if "slipstream.observe.loggers" in each.cmdline()]
+def has_logger(folder: Path) -> bool:
+    for process in runs.processes_of(folder):
+        with suppress(psutil.Error):
+            if "slipstream.observe.loggers" in process.cmdline():
+                return True
+    return False
 
 
 QUIET = """
@@ -165,7 +170,7 @@ def test_a_broker_started_by_hand_has_observers_and_supervises_the_store_and_ado
     broker = start_role(folder, *settings)
     try:
         until(lambda: "listening" in log.read_text(), timeout_s=40, what="a broker")
-        until(lambda: bool(loggers_of(folder)), timeout_s=60, what="the logger")
+        until(lambda: has_logger(folder), timeout_s=60, what="the logger")
         with open_run_store(run_folder, timeout_s=10) as store:
             store.append_metrics(ROW)
         quiet = run_folder / "quiet.txt"
@@ -177,7 +182,7 @@ def test_a_broker_started_by_hand_has_observers_and_supervises_the_store_and_ado
         broker.kill()
         broker.wait(timeout=10)
         assert psutil.pid_exists(int(pid)), "the store outlives its supervisor"
-        until(lambda: not loggers_of(folder) and not scrape(port), what="the end of its observers")
+        until(lambda: not has_logger(folder) and not scrape(port), what="the end of its observers")
         broker = start_role(folder, *settings)
         until(lambda: "listening" in log.read_text(), timeout_s=40, what="another broker")
         assert (run_folder / "store" / "redis.pid").read_text() == pid, "it was adopted"
