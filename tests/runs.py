@@ -12,10 +12,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
@@ -98,6 +99,58 @@ def start(log: Path, command: Sequence[str], folder: Path, **environment: str) -
     with log.open("a") as output:
         variables = os.environ | environment
         return subprocess.Popen(command, cwd=folder, env=variables, stdout=output, stderr=output, text=True)
+
+
+class Call(NamedTuple):
+    """A program for `call_each`: Call("slipstream.generators.__main__", ("--id", "stranger"))."""
+
+    module: str
+    """Module with a function `main(arguments)`."""
+    arguments: tuple[str, ...]
+    folder: str = "."
+    token: str | None = None
+
+
+_CALL_EACH = """
+import importlib, json, os, sys, traceback
+calls = json.load(sys.stdin)
+modules = [importlib.import_module(call[0]) for call in calls]
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+for number, (module, (_, arguments, folder, token)) in enumerate(zip(modules, calls)):
+    if (pid := os.fork()) == 0:
+        for descriptor, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"call-{number}.{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
+        os.chdir(folder)
+        os.environ |= {} if token is None else {"SLIPSTREAM_TOKEN": token}
+        code = 0
+        try:
+            module.main(arguments)
+        except SystemExit as end:
+            code = end.code or 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def call_each(
+    calls: dict[str, Call], folder: Path, *, imports: Sequence[str] = (), **environment: str
+) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Run programs one after the other, each in a fork of one process that has imported their modules and `imports`."""
+    words, given = [sys.executable, "-c", _CALL_EACH, *imports], json.dumps([*calls.values()])
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    printed = subprocess.run(words, input=given, cwd=folder, env=variables, capture_output=True, text=True, timeout=280)
+    assert printed.returncode == 0, printed.stderr
+    ends = {}
+    for number, (name, code) in enumerate(zip(calls, printed.stdout.split(), strict=True)):
+        texts = [(folder / f"call-{number}.{end}").read_text() for end in ("out", "err")]
+        ends[name] = subprocess.CompletedProcess(calls[name].arguments, int(code), *texts)
+    return ends
 
 
 def command(*overrides: str) -> list[str]:
@@ -214,8 +267,11 @@ class Run:
         return (self.path / "logs" / f"{role}.log").read_text()
 
     def call(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command on this run."""
-        return call(command(*words, f"name={self.name}"), self.folder, timeout_s=90)
+        """A command on this run, in this process, because Python takes seconds to start."""
+        out, errors = StringIO(), StringIO()
+        with redirect_stdout(out), redirect_stderr(errors):
+            code = exit_code(*words, f"name={self.name}", f"runs_dir={self.path.parent}")
+        return subprocess.CompletedProcess(words, code, out.getvalue(), errors.getvalue())
 
     def until(self, reached: Callable[[], object], *, timeout_s: float = 120.0) -> None:
         """Wait for something that the run does before it ends."""

@@ -19,7 +19,7 @@ LATE = "ENGINE_SESSION_LATE"
 
 
 async def main(folder: str) -> None:
-    """Print all child processes, answer one request per line of input, then stop and print the rest."""
+    """Print all child processes, then answer one request per line of input."""
     from slipstream.generators.engines.vllm.engine import VllmEngine
 
     engine = VllmEngine(ModelConfig(max_length=64, dtype="float32", path=folder), VLLM_CONFIG, seed=0)
@@ -28,8 +28,6 @@ async def main(folder: str) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         completion = await engine.generate([4, 5], make_sampling(), request_id=line.strip())
         write(tokens=completion.token_ids)
-    await engine.stop()
-    write(pids=[child.pid for child in psutil.Process().children(recursive=True)])
 
 
 def report_environment(end: Connection) -> None:

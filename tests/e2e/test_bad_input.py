@@ -1,17 +1,16 @@
 """Bad input to the real commands: one error message, an exit code, nothing lost, nothing left running."""
 
 import os
-import re
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from tests import runs
+from tests.runs import Call, call_each
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -31,10 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def launch(folder: Path, name: str, *overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return runs.call(runs.command(*SMALL, f"name={name}", *overrides), folder, timeout_s=180, **environment)
-
-
-def run_role(folder: Path, role: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return runs.call([sys.executable, "-m", f"slipstream.{role}", *SMALL, "name=hand", *overrides], folder)
 
 
 def assert_ends_with_one_sentence(done: subprocess.CompletedProcess[str], folder: Path, *words: str) -> None:
@@ -61,25 +56,24 @@ WRONG = {
     ),
 }
 """One setting of each kind, and words of its error: unit tests cover all forms."""
-ONE_BY_ONE = """
-import os, sys
-import slipstream.launch.run
-from slipstream.cli import main
-for override in sys.argv[2:]:
-    if (pid := os.fork()) == 0:
-        sys.exit(main([*sys.argv[1].split(), override]))
-    print(f"exit code {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}", file=sys.stderr, flush=True)
-"""
-"""The program has its imports once, and a process for each override."""
+BY_HAND = {
+    "broker": ("data.train=data/nope.parquet", "data/nope.parquet", "no such file"),
+    "generators": ("learner.max_step=3", "learner.max_steps"),
+    "learner": ("model.path=models/nope", "model.path", "no such folder"),
+}
+"""Role -> a wrong setting, and words of its error."""
+SERIAL = ("experiment=digits_serial", *SMALL[2:], "model.path=models/damaged", "name=serial")
+NO_REDIS = ("name=redis", "buffer/store=redis", "buffer.store.url=unix:///nowhere/nobody.sock")
 
 
 @pytest.fixture(scope="module")
 def wrong(folder: Path) -> dict[str, subprocess.CompletedProcess[str]]:
-    command = [sys.executable, "-c", ONE_BY_ONE, " ".join((*SMALL, "name=wrong")), *WRONG]
-    done = runs.call(command, folder, PYTHONPATH=str(runs.ROOT))
-    *parts, _ = re.split(r"^exit code (-?\d+)\n", done.stderr, flags=re.MULTILINE)
-    ends = [subprocess.CompletedProcess([], int(code), "", text) for text, code in zip(*[iter(parts)] * 2, strict=True)]
-    return dict(zip(WRONG, ends, strict=True))
+    command = "slipstream.cli"
+    calls = {each: Call(command, (*SMALL, "name=wrong", each)) for each in WRONG}
+    calls |= {"serial": Call(command, SERIAL), "redis": Call(command, (*SMALL, *NO_REDIS))}
+    for role, (override, *_) in BY_HAND.items():
+        calls[role] = Call(f"slipstream.{role}.__main__", (*SMALL, "name=hand", override))
+    return call_each(calls, folder, imports=["slipstream.launch.run", "slipstream.launch.serial"])
 
 
 @pytest.mark.parametrize("override", WRONG)
@@ -88,6 +82,15 @@ def test_a_wrong_setting_is_found_before_anything_starts_and_the_name_stays_free
 ) -> None:
     assert_ends_with_one_sentence(wrong[override], folder, *WRONG[override])
     assert not (folder / "runs" / "wrong").exists()
+
+
+def test_a_serial_run_a_role_started_by_hand_and_a_redis_that_does_not_answer_take_one_sentence_too(
+    folder: Path, wrong: dict[str, subprocess.CompletedProcess[str]]
+) -> None:
+    assert_ends_with_one_sentence(wrong["serial"], folder, "model.path", "models/damaged")
+    assert_ends_with_one_sentence(wrong["redis"], folder, "nobody.sock", "buffer.store.url")
+    for role, (_, *words) in BY_HAND.items():
+        assert_ends_with_one_sentence(wrong[role], folder, *words)
 
 
 def test_a_refused_run_trains_under_its_name_once_the_settings_are_right_even_without_a_compiler(folder: Path) -> None:
@@ -106,33 +109,10 @@ def test_a_refused_run_trains_under_its_name_once_the_settings_are_right_even_wi
 def test_a_port_in_use_is_named_and_its_owner_is_left_alone(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as owner:
         address = f"broker.address=tcp://127.0.0.1:{owner.getsockname()[1]}"
-        assert_ends_with_one_sentence(launch(folder, "port", address), folder, "broker.address", "free to bind")
-        assert_ends_with_one_sentence(run_role(folder, "broker", address), folder, "free to bind")
-
-
-def test_a_redis_that_does_not_answer_is_named(folder: Path) -> None:
-    done = launch(folder, "redis", "buffer/store=redis", f"buffer.store.url=unix://{folder}/nobody.sock")
-    assert_ends_with_one_sentence(done, folder, "nobody.sock", "buffer.store.url")
-
-
-@pytest.mark.parametrize(
-    ("role", "override", "words"),
-    [
-        ("broker", "data.train=data/nope.parquet", ("data/nope.parquet", "no such file")),
-        ("generators", "learner.max_step=3", ("learner.max_steps",)),
-        ("learner", "model.path=models/nope", ("model.path", "no such folder")),
-    ],
-)
-def test_a_role_started_by_hand_says_it_in_one_sentence(
-    folder: Path, role: str, override: str, words: tuple[str, ...]
-) -> None:
-    assert_ends_with_one_sentence(run_role(folder, role, override), folder, *words)
-
-
-def test_the_serial_run_says_it_in_one_sentence_too(folder: Path) -> None:
-    serial = ("experiment=digits_serial", *SMALL[2:], "model.path=models/damaged", "name=serial")
-    done = runs.call(runs.command(*serial), folder)
-    assert_ends_with_one_sentence(done, folder, "model.path", "models/damaged")
+        programs = {"slipstream.cli": "port", "slipstream.broker.__main__": "hand"}
+        calls = {name: Call(module, (*SMALL, f"name={name}", address)) for module, name in programs.items()}
+        for done in call_each(calls, folder, imports=["slipstream.launch.run"]).values():
+            assert_ends_with_one_sentence(done, folder, "broker.address", "free to bind")
 
 
 def test_a_learner_that_dies_of_the_same_error_twice_at_its_start_ends_the_run(folder: Path) -> None:

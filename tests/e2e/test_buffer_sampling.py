@@ -1,8 +1,7 @@
-"""Serial runs that reuse groups, mix in stored groups, drop stale groups, or skip prompts by a curriculum."""
+"""Serial runs that reuse groups, mix in stored groups, or drop stale groups."""
 
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from slipstream.buffer.archive.archive import Archive
@@ -12,12 +11,6 @@ from tests import runs
 pytestmark = pytest.mark.slow
 
 SMALL = ("experiment=digits_serial", *runs.RANDOM, *runs.FEW, "learner.max_steps=4")
-# Of four rows, one is always right and one never.
-GRADED = """
-def score(sample):
-    kind = sample.extra_info["index"] % 4
-    return float(kind == 0 or (kind > 1 and sample.response_token_ids[0] % 2))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +50,8 @@ def test_stored_rollouts_are_mixed_in(folder: Path, reused: list[dict[str, float
     assert max(row["lag/max"] for row in rows) <= 4, "another run's versions have no lag"
 
 
+# In CI: tests/contract/test_store_sampling.py.
+@pytest.mark.long
 def test_a_prioritized_sampler_that_drops_stale_groups_trains_to_the_end(folder: Path):
     policy = ("buffer/sampler=prioritized", "staleness.on_stale=drop", "staleness.max_lag=1")
     rows = train(folder, "prioritized", *policy)
@@ -65,23 +60,3 @@ def test_a_prioritized_sampler_that_drops_stale_groups_trains_to_the_end(folder:
         assert row["buffer/length_bias"] > 0
         split = row["buffer/lag_in_flight"] + row["buffer/lag_publish"] + row["buffer/lag_queue"]
         assert split >= row["lag/mean"] - 1e-9, "a trajectory's oldest token is at least as old as its mean token"
-
-
-def test_a_curriculum_skips_and_counts_prompts_that_are_always_or_never_right(folder: Path):
-    (folder / "graded.py").write_text(GRADED)
-    pq.write_table(pq.read_table(folder / "data" / "digits" / "train.parquet").slice(0, 12), folder / "twelve.parquet")
-    rules = ("data.curriculum.explore=0", "data.curriculum.low=0.05", "data.curriculum.high=0.95")
-    few = ("data.train=twelve.parquet", "learner.max_steps=8", "staleness.max_lag=0")
-    # Too low a rate to learn from the odd tokens, so prompts that are right half the time stay so.
-    fixed = ("learner.optimizer.learning_rate=1e-6", "generators.reward.function=graded.py:score")
-    first, *_, last = train(folder, "skipping", *rules, *few, *fixed, "evaluation.stop=null")
-    assert last["buffer/skipped_too_easy"] > 3
-    assert last["buffer/skipped_too_hard"] > 3
-    assert last["buffer/explored"] == 0
-    assert last["buffer/in_band_fraction"] == pytest.approx(0.5)
-    assert first["buffer/skipped_too_hard"] == 0, "nothing was known"
-    groups = sorted((int(name), stored.trajectory.prompt_uid) for name, stored in retired(folder, "skipping").items())
-    assert len(groups) == 8 * 4
-    kinds = [int(uid.rpartition("/")[2]) % 4 for _, uid in groups]
-    assert sorted(kinds[:12]) == sorted([0, 1, 2, 3] * 3), "the first pass takes every row"
-    assert set(kinds[12:]) == {2, 3}

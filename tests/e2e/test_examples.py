@@ -83,6 +83,8 @@ def test_demonstrations_then_rewards(
             assert low <= own[key] <= high, key
 
 
+# In CI: tests/unit/generators/agents/test_external.py.
+@pytest.mark.long
 def test_a_black_box_agent_through_the_door(folder: Path):
     runs.make_task(folder, warm=False)
     command = [sys.executable, "examples/black_box_agent/agent.py", "runs/black_box"]
@@ -103,6 +105,8 @@ def test_a_black_box_agent_through_the_door(folder: Path):
         assert row["learner/mismatch_max"] < 1e-3
 
 
+# In CI: pairs in tests/unit/learner/sft/test_run.py, models that score in tests/unit/generators/rewards/test_pool.py.
+@pytest.mark.long
 def test_a_reward_model_is_trained_from_pairs_and_rewards(folder: Path):
     runs.make_task(folder, warm=False)
     runs.run_script(folder, "examples.reward_model.make_pairs")

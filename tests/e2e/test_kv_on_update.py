@@ -5,8 +5,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
-from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import Qwen2ForCausalLM
@@ -37,12 +37,13 @@ def make_version(seed: int) -> Qwen2ForCausalLM:
 class Scene:
     """An engine with a prefix cache. `module` holds the expected weights, `versions` those of each version."""
 
-    def __init__(self, folder: Path, *, on_weight_update: Any) -> None:
-        config = VllmEngineConfig(max_num_seqs=32, enable_prefix_caching=True, on_weight_update=on_weight_update)
+    on_weight_update = ""
+
+    def __init__(self, folder: Path) -> None:
+        config = VllmEngineConfig(max_num_seqs=32, enable_prefix_caching=True)
         self.module = make_version(0)
         with pytest.MonkeyPatch.context() as patch:
             self.rig = EngineAndLearner(folder, module=self.module, config=config, set_variable=patch.setenv)
-        self.on_weight_update = on_weight_update
         self.versions: dict[int, Qwen2ForCausalLM] = {}
         self._num_requests = 0
 
@@ -84,11 +85,19 @@ class Scene:
         return output.num_cached_tokens
 
 
-@pytest.fixture(scope="module", params=["keep_kv", "recompute_kv"])
-def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    opened = Scene(tmp_path_factory.mktemp("kv") / "model", on_weight_update=request.param)
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    opened = Scene(tmp_path_factory.mktemp("kv") / "model")
     yield opened
     opened.rig.close()
+
+
+@pytest.fixture(params=["keep_kv", "recompute_kv"])
+def scene(request: pytest.FixtureRequest, started: Scene) -> Scene:
+    """The engine with one of the settings, which it reads at each switch."""
+    started.on_weight_update = request.param
+    started.rig.engine._config = msgspec.structs.replace(started.rig.engine._config, on_weight_update=request.param)
+    return started
 
 
 def diffs(completion: Completion, module: Qwen2ForCausalLM) -> torch.Tensor:

@@ -58,6 +58,8 @@ SERIAL = (
 )
 
 
+# In CI: tests/unit/learner/batching/test_images.py trains, and the test above compares with vLLM.
+@pytest.mark.long
 def test_a_run_in_one_process_is_replayed_from_its_archive_bit_for_bit(tmp_path: Path) -> None:
     make_vision_model(tmp_path / "models" / "random")
     task = ("--task=picture", "--digits=4", "--train-rows=64", "--heldout-rows=16", "--out=data/picture-digits")

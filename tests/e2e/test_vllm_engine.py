@@ -152,10 +152,10 @@ def test_a_failed_start_is_an_error_that_leaves_no_process(tmp_path: Path, monke
 
 
 @contextmanager
-def session(kind: str, folder: Path, *, temporary: Path | None = None) -> Iterator[Any]:
+def session(kind: str, folder: Path, *, temporary: Path) -> Iterator[Any]:
     """A role with an engine, in its own process group."""
     command = [sys.executable, "-m", "tests.e2e.engine_session", str(make_tiny_model(folder)), kind]
-    pipe, environment = subprocess.PIPE, os.environ | ({"TMPDIR": str(temporary)} if temporary else {})
+    pipe, environment = subprocess.PIPE, os.environ | {"TMPDIR": str(temporary)}
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0, env=environment
     ) as role:
@@ -165,21 +165,9 @@ def session(kind: str, folder: Path, *, temporary: Path | None = None) -> Iterat
             role.kill()
 
 
-def test_a_forked_engine_gets_the_environment_of_its_role_and_leaves_no_process(tmp_path: Path):
-    with session("forked", tmp_path) as role:
-        assert json.loads(role.stdout.readline()) == {"late": "set after the fork"}
-        server, *others = [psutil.Process(pid) for pid in json.loads(role.stdout.readline())["pids"]]
-        engine = next(each for each in others if each.ppid() == server.pid)
-        assert engine.cmdline() == server.cmdline() == psutil.Process(role.pid).cmdline()
-        out, errors = role.communicate("one\n", timeout=60)
-        answer, left = map(json.loads, out.splitlines())
-        assert answer["tokens"]
-        assert left["pids"] == []
-        assert "Traceback" not in errors
-
-
-@pytest.mark.parametrize("kind", ["spawned", "forked"])
-def test_the_engine_process_ignores_ctrl_c_and_dies_with_its_role(
+# Generators fork it.
+@pytest.mark.parametrize("kind", [pytest.param("spawned", marks=pytest.mark.long), "forked"])
+def test_the_engine_process_has_the_environment_of_its_role_ignores_ctrl_c_and_dies_with_it(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ):
     # Short, as for paths of sockets.
@@ -187,8 +175,12 @@ def test_the_engine_process_ignores_ctrl_c_and_dies_with_its_role(
     request.addfinalizer(lambda: shutil.rmtree(temporary))
     with session(kind, tmp_path, temporary=temporary) as role:
         if kind == "forked":
-            role.stdout.readline()
+            assert json.loads(role.stdout.readline()) == {"late": "set after the fork"}
         engine = [psutil.Process(pid) for pid in json.loads(role.stdout.readline())["pids"]]
+        if kind == "forked":
+            server, *others = engine
+            forked = next(each for each in others if each.ppid() == server.pid)
+            assert forked.cmdline() == server.cmdline() == psutil.Process(role.pid).cmdline()
         os.killpg(role.pid, signal.SIGINT)
         role.stdin.write("after-ctrl-c\n")
         role.stdin.flush()

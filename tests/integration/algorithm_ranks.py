@@ -1,16 +1,16 @@
-"""A learner rank that trains with many algorithms: `python -m tests.integration.algorithm_ranks`."""
+"""A learner rank that trains with many algorithms, for `run_ranks`."""
 
-import argparse
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from slipstream.configs.data import SftConfig
+from slipstream.configs.data import LoraConfig, MoeConfig, SftConfig
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.build import build_trainer
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
@@ -33,6 +33,12 @@ SUPERVISED = {
     "sft": (SftTrainer, SftConfig("a", batch_size=8), make_demonstrations),
     "pairs": (PairTrainer, SftConfig("a", objective="pairs", batch_size=8), make_pairs),
 }
+SPECIAL = {
+    "adapter": {"lora": LoraConfig(rank=4)},
+    # Each expert's share covers all ranks and microbatches, so one rank's share would be wrong.
+    "experts": {"moe": MoeConfig(router_aux_loss=5)},
+}
+"""Settings of the model."""
 FAMILY = "family-"
 """Prefix of names that mean the default algorithm with a model of that family."""
 
@@ -44,8 +50,12 @@ def make_models(folder: Path, names: list[str]) -> None:
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         config.write_text(json.dumps(json.loads(config.read_text()) | heads))
     for name in names:
-        if name.startswith(FAMILY):
-            make_family(folder, name.removeprefix(FAMILY))
+        if name.startswith(FAMILY) or name == "experts":
+            make_family(folder, family_of(name))
+
+
+def family_of(name: str) -> str:
+    return "qwen3_moe" if name == "experts" else name.removeprefix(FAMILY)
 
 
 def train(folder: Path, name: str, *, ranks: Ranks, **learner: Any) -> tuple[list[dict], dict[str, torch.Tensor]]:
@@ -59,8 +69,11 @@ def train(folder: Path, name: str, *, ranks: Ranks, **learner: Any) -> tuple[lis
         supervised = kind(run, trainer=trainer, ranks=ranks, num_steps=4)
         metrics = [supervised.step(make(8, seed=step), step=step) for step in (1, 2)]
     else:
-        if name.startswith(FAMILY):
-            run, groups = make_run(folder / name.removeprefix(FAMILY), learner=settings), make_groups(longest=20)
+        if name.startswith(FAMILY) or name in SPECIAL:
+            path = make_model(folder) if name == "adapter" else folder / family_of(name)
+            run, groups = make_run(path, learner=settings), make_groups(longest=20)
+            model = msgspec.structs.replace(run.model, **SPECIAL.get(name, {}))
+            run = msgspec.structs.replace(run, model=model)
         else:
             run, groups = make_algorithm_run(folder, name, learner=settings), make_algorithm_groups(name)
         trainer = build_trainer(run, ranks=ranks)
@@ -72,30 +85,22 @@ def train(folder: Path, name: str, *, ranks: Ranks, **learner: Any) -> tuple[lis
                 for name, column in numbers.columns.items()
             }
         metrics.append(trainer.step(groups, learner_version=1, step=2))
-    return [{key: row[key] for key in KEYS if key in row} for row in metrics], weights(trainer)
+    kept = [
+        {key: value for key, value in row.items() if key in KEYS or "expert" in key or "aux" in key} for row in metrics
+    ]
+    return kept, weights(trainer)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name, kind in {"rank": int, "zero": int, "folder": Path}.items():
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--sequence-parallel", type=int, default=1)
-    parser.add_argument("names", nargs="+")
-    args = parser.parse_args()
+def main(rank: int, ranks: int, sequence_parallel: int, stage: int, folder: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     os.environ.update(deepspeed_environment(CPU))
-    sizes = {"num_ranks": args.ranks, "sequence_parallel": args.sequence_parallel}
-    rendezvous = f"file://{args.folder / 'rendezvous'}"
-    ranks = join_ranks(rank=args.rank, size=args.ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
-    learner = {"engine": zero(args.zero), "tokens_per_microbatch": 64, **sizes}
-    for name in args.names:
-        metrics, found = train(args.folder, name, ranks=ranks, **learner)
-        if ranks.is_first:
-            save_file({key: tensor.contiguous().clone() for key, tensor in found.items()}, args.folder / f"{name}.st")
-            (args.folder / f"{name}.json").write_text(json.dumps(metrics))
+    place, rendezvous = Path(folder), f"file://{folder}/rendezvous"
+    group = join_ranks(rank=rank, size=ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
+    sizes = {"num_ranks": ranks, "sequence_parallel": sequence_parallel}
+    learner = {"engine": zero(stage), "tokens_per_microbatch": 64, **sizes}
+    for name in names:
+        metrics, found = train(place, name, ranks=group, **learner)
+        if group.is_first:
+            save_file({key: tensor.contiguous().clone() for key, tensor in found.items()}, place / f"{name}.st")
+            (place / f"{name}.json").write_text(json.dumps(metrics))
     exit_rank()
-
-
-if __name__ == "__main__":
-    main()

@@ -49,18 +49,11 @@ class GeneratorScene:
         *,
         make_store: Callable[[Callable[[], float]], AnyStore] = make_memory_store,
         reward: str = ALWAYS_ONE,
-        buffer: dict[str, Any] | None = None,
-        generators: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        """`generators` are merged into `max_concurrency=8`; `max_lag` is 1."""
+        """`max_lag` is 1."""
         self.clock, self.hub = TurnClock(), MemoryBroker()
-        self.run = make_run(
-            buffer=buffer or {},
-            staleness={"max_lag": 1},
-            generators={"max_concurrency": 8} | (generators or {}),
-            **settings,
-        )
+        self.run = make_run(staleness={"max_lag": 1}, generators={"max_concurrency": 8}, **settings)
         self.reward = reward
         self.store = make_store(self.clock)
         self.rows = Dataset(write_rows(folder / "rows.parquet"))
@@ -105,11 +98,10 @@ class GeneratorScene:
         return [message for message in self.learner.received if isinstance(message, kind)]
 
 
-def make_generator(scene: Any, peer: Any = None, engine: ScriptedEngine | None = None) -> Generator:
-    """A generator of the scene's run, for `peer` and `engine` or those of the scene."""
-    peer, engine = peer or scene.peer, engine or scene.engine
-    pool = RewardPool(RewardConfig(scene.reward, num_workers=0))
-    parts = {"run": scene.run, "engine": engine, "rewards": pool}
+def make_generator(scene: GeneratorScene) -> Generator:
+    """A generator of the scene's run, with the scene's engine."""
+    peer, pool = scene.peer, RewardPool(RewardConfig(scene.reward, num_workers=0))
+    parts = {"run": scene.run, "engine": scene.engine, "rewards": pool}
     encoder = PromptEncoder(make_tokenizer(), max_prompt_tokens=16)
     agent = AgentRunner(encoder=encoder, generator_id=peer.member.peer_id, **parts)
     generator = Generator(

@@ -1,11 +1,11 @@
-"""One learner rank in some layout, started as `python -m tests.integration.layout_rank`.
+"""One learner rank in some layout, for `run_ranks`.
 
-Without `--resume`, it trains two steps, saves, and continues: the uninterrupted run. With `--resume`, it loads the
+Without `resume`, it trains two steps, saves, and continues: the uninterrupted run. With `resume`, it loads the
 checkpoint of each named layout, writes its moments, and makes the same last step.
 """
 
-import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,13 +28,13 @@ from tests.unit.learner.builders import CPU, make_groups, make_run, weights, zer
 SMOOTH = {"epsilon": 1.0, "learning_rate": 1.0}
 
 
-def make_layout_run(args: argparse.Namespace) -> RunConfig:
-    engine = TorchEngineConfig() if args.layout == "torch" else zero(int(args.layout))
-    learner = {"engine": engine, "num_ranks": args.ranks, "optimizer": OptimizerConfig(**SMOOTH)}
+def make_layout_run(folder: Path, layout: str, ranks: int, *, kind: str) -> RunConfig:
+    engine = TorchEngineConfig() if layout == "torch" else zero(int(layout))
+    learner = {"engine": engine, "num_ranks": ranks, "optimizer": OptimizerConfig(**SMOOTH)}
     critic = CriticConfig(optimizer=CriticOptimizerConfig(**SMOOTH))
-    algorithm = AlgorithmConfig(advantage=GaeConfig() if args.critic else GrpoConfig(), critic=critic)
-    lora, dtype = LoraConfig(rank=4) if args.lora else None, "bfloat16" if args.bfloat16 else "float32"
-    model = ModelConfig(dtype=dtype, path=str(args.folder / "model"), lora=lora)
+    algorithm = AlgorithmConfig(advantage=GaeConfig() if kind == "critic" else GrpoConfig(), critic=critic)
+    lora, dtype = LoraConfig(rank=4) if kind == "lora" else None, "bfloat16" if kind == "bfloat16" else "float32"
+    model = ModelConfig(dtype=dtype, path=str(folder / "model"), lora=lora)
     return make_run(model.path, model=model, learner=learner, algorithm=algorithm)
 
 
@@ -49,45 +49,38 @@ def write_weights(trainer: Trainer, path: Path, ranks: Ranks) -> None:
         save_file(gathered, path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name, kind in {"rank": int, "ranks": int, "layout": str, "folder": Path, "out": str}.items():
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    parser.add_argument("--resume", nargs="*", default=[])
-    parser.add_argument("--critic", action="store_true")
-    parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--bfloat16", action="store_true")
-    args = parser.parse_args()
+def main(
+    rank: int, ranks: int, layout: str, folder: str, out: str, *, kind: str = "", resume: Sequence[str] = ()
+) -> None:
+    """`kind`: critic, lora, or bfloat16; `resume`: layouts with a checkpoint."""
+    place = Path(folder)
     torch.set_num_threads(1)
     os.environ.update(deepspeed_environment(CPU))
-    rendezvous = f"file://{args.folder / args.out}.rendezvous"
-    ranks = join_ranks(rank=args.rank, size=args.ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
-    run = make_layout_run(args)
+    group = join_ranks(
+        rank=rank, size=ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=f"file://{place / out}.rendezvous"
+    )
+    run = make_layout_run(place, layout, ranks, kind=kind)
     torch.manual_seed(run.seed)
-    trainer = build_trainer(run, ranks=ranks)
-    if not args.resume:
-        checkpoints = Checkpoints(args.folder / f"{args.out}-checkpoints", run=run, trainer=trainer, ranks=ranks)
-        step(trainer, ranks, 1)
-        step(trainer, ranks, 2)
+    trainer = build_trainer(run, ranks=group)
+    if not resume:
+        checkpoints = Checkpoints(place / f"{out}-checkpoints", run=run, trainer=trainer, ranks=group)
+        step(trainer, group, 1)
+        step(trainer, group, 2)
         pointer = checkpoints.save(step=2, version=2)
         checkpoints.saver.flush()
         assert pointer.name == "step-00000002"
-        step(trainer, ranks, 3)
-        write_weights(trainer, args.folder / f"{args.out}.safetensors", ranks)
-    for source in args.resume:
-        checkpoints = Checkpoints(args.folder / f"{source}-checkpoints", run=run, trainer=trainer, ranks=ranks)
+        step(trainer, group, 3)
+        write_weights(trainer, place / f"{out}.safetensors", group)
+    for source in resume:
+        checkpoints = Checkpoints(place / f"{source}-checkpoints", run=run, trainer=trainer, ranks=group)
         assert checkpoints.restore("step-00000002").num_updates == 2
-        name = f"{source}-to-{args.out}"
+        name = f"{source}-to-{out}"
         for part, engine in (
             ("policy", trainer.engine),
             ("critic", trainer.second_model and trainer.second_model.engine),
         ):
             if engine:
-                save_file(engine.copy_state(), args.folder / f"{name}.{part}-{args.rank}.safetensors")
-        step(trainer, ranks, 3)
-        write_weights(trainer, args.folder / f"{name}.safetensors", ranks)
+                save_file(engine.copy_state(), place / f"{name}.{part}-{rank}.safetensors")
+        step(trainer, group, 3)
+        write_weights(trainer, place / f"{name}.safetensors", group)
     exit_rank()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,12 @@
-"""One learner rank of a test, started as `python -m tests.integration.learner_rank`. Trains two steps, saves each.
+"""One learner rank of a test, for `run_ranks`. Trains two steps, saves each.
 
 Only rank 0 has the trajectories, as if from the store. The others receive them from it.
 """
 
-import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,8 +16,8 @@ from slipstream.buffer.archive.step_tokens import write_step
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import GaeConfig, GrpoConfig
-from slipstream.configs.data import LoraConfig, ModelConfig, MoeConfig
+from slipstream.configs.algorithm_terms import GrpoConfig
+from slipstream.configs.data import ModelConfig
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.configs.run import StorageConfig
 from slipstream.learner.build import build_trainer
@@ -30,25 +31,6 @@ from tests.unit.learner.batching.test_images import make_groups as make_picture_
 from tests.unit.learner.builders import CPU, make_groups, make_run, zero
 
 TIMEOUT_S = 60.0
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    for name, kind in {"rank": int, "ranks": int, "zero": int, "folder": Path, "out": str}.items():
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    parser.add_argument("--steps", type=int, nargs="*", default=[0, 1])
-    parser.add_argument("--die", action="store_true", help="after the model is built, without a word")
-    parser.add_argument("--critic", action="store_true")
-    parser.add_argument("--engine-checkpoint", action="store_true", help="save one of DeepSpeed's own, too")
-    parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--optimizer", choices=["muon", "adamw_8bit"])
-    parser.add_argument("--bfloat16", action="store_true")
-    parser.add_argument("--pictures", action="store_true", help="a model with images, prompts with and without")
-    parser.add_argument("--aux-loss", type=float, default=0.0)
-    parser.add_argument("--microbatch", type=int, default=8192)
-    parser.add_argument("--machine", help="name of the machine, which has a run folder of its own")
-    parser.add_argument("--storage", help="object store")
-    return parser.parse_args()
 
 
 def rewarded_pictures(folder: Path, *, seed: int) -> list[list[Trajectory]]:
@@ -65,51 +47,61 @@ def share_groups(ranks: Ranks, groups: list[list[Trajectory]]) -> list[list[Traj
     return [[next(members) for _ in range(size)] for size in sizes]
 
 
-def main() -> None:
-    args = parse()
+def main(
+    rank: int,
+    ranks: int,
+    folder: str,
+    out: str,
+    *,
+    stage: int,
+    steps: Sequence[int] = (0, 1),
+    microbatch: int = 8192,
+    optimizer: Any = None,
+    dtype: Any = "float32",
+    has_pictures: bool = False,
+    saves_engine: bool = False,
+    dies: bool = False,
+    machine: str = "",
+    storage: str | None = None,
+) -> None:
+    """`saves_engine`: a checkpoint of DeepSpeed's own, too; `machine`: has a run folder of its own."""
+    place = Path(folder)
     torch.set_num_threads(1)
     os.environ.update(deepspeed_environment(CPU))
-    rendezvous = f"file://{args.folder / args.out}.rendezvous"
-    ranks = join_ranks(rank=args.rank, size=args.ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
-    learner = {"engine": zero(args.zero), "num_ranks": args.ranks, "tokens_per_microbatch": args.microbatch}
-    if args.optimizer:
-        learner |= {"optimizer": OptimizerConfig(name=args.optimizer, learning_rate=1e-3, epsilon=1.0)}
-    algorithm = AlgorithmConfig(advantage=GaeConfig() if args.critic else GrpoConfig())
-    dtype = "bfloat16" if args.bfloat16 else "float32"
-    model = ModelConfig(
-        max_length=64, path=str(args.folder / "model"), dtype=dtype, lora=LoraConfig(rank=4) if args.lora else None
+    group = join_ranks(
+        rank=rank, size=ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=f"file://{place / out}.rendezvous"
     )
-    model = msgspec.structs.replace(model, moe=MoeConfig(router_aux_loss=args.aux_loss))
-    run = make_run(model.path, model=model, learner=learner, algorithm=algorithm, storage=StorageConfig(args.storage))
+    learner = {"engine": zero(stage), "num_ranks": ranks, "tokens_per_microbatch": microbatch}
+    if optimizer:
+        learner |= {"optimizer": OptimizerConfig(name=optimizer, learning_rate=1e-3, epsilon=1.0)}
+    model = ModelConfig(max_length=64, path=str(place / "model"), dtype=dtype)
+    algorithm = AlgorithmConfig(advantage=GrpoConfig())
+    run = make_run(model.path, model=model, learner=learner, algorithm=algorithm, storage=StorageConfig(storage))
     torch.manual_seed(run.seed)
-    trainer = build_trainer(run, ranks=ranks)
-    where = args.folder / args.machine / "checkpoints" if args.machine else args.folder / f"{args.out}-checkpoints"
-    checkpoints = Checkpoints(where, run=run, trainer=trainer, ranks=ranks)
+    trainer = build_trainer(run, ranks=group)
+    where = place / machine / "checkpoints" if machine else place / f"{out}-checkpoints"
+    checkpoints = Checkpoints(where, run=run, trainer=trainer, ranks=group)
     # Only rank 0 knows which checkpoints all machines have finished.
-    found = ranks.broadcast_bytes([name.encode() for name in checkpoints.names()] if ranks.is_first else None)
+    found = group.broadcast_bytes([name.encode() for name in checkpoints.names()] if group.is_first else None)
     if found:
         checkpoints.restore_finite([found[-1].decode()])
-    assert ranks.broadcast_bytes([] if ranks.is_first else None) == []
-    if args.die:
+    assert group.broadcast_bytes([] if group.is_first else None) == []
+    if dies:
         os._exit(1)
     if trainer.images:
         trainer.images.keep([*map(image_id, PICTURES)], {image_id(data): data for data in PICTURES})
     metrics = []
-    for step in args.steps:
+    for step in steps:
         made = make_groups(num_groups=4, group_size=4, seed=step)
-        groups = share_groups(ranks, rewarded_pictures(args.folder, seed=step) if args.pictures else made)
+        groups = share_groups(group, rewarded_pictures(place, seed=step) if has_pictures else made)
         metrics.append(trainer.step(groups, learner_version=0, step=step + 1))
         trainer.canary()
         checkpoints.save(step=step + 1, version=0)
     if trainer.step_tokens:
-        write_step(args.folder / f"{args.out}-tokens", args.steps[-1] + 1, trainer.step_tokens)
+        write_step(place / f"{out}-tokens", steps[-1] + 1, trainer.step_tokens)
     checkpoints.saver.flush()
-    if args.engine_checkpoint:
-        trainer.engine._engine.save_checkpoint(str(args.folder / f"{args.out}-zero"))
-    save_model(trainer.engine, args.folder / args.out, config=run.model, ranks=ranks)
-    (args.folder / f"{args.out}.rank-{args.rank}.metrics").write_text(repr(metrics))
+    if saves_engine:
+        trainer.engine._engine.save_checkpoint(str(place / f"{out}-zero"))
+    save_model(trainer.engine, place / out, config=run.model, ranks=group)
+    (place / f"{out}.rank-{rank}.metrics").write_text(repr(metrics))
     exit_rank()
-
-
-if __name__ == "__main__":
-    main()

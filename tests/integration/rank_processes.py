@@ -1,18 +1,46 @@
 """Ranks of a test as processes over Gloo."""
 
+import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from typing import Any
 
-from tests.runs import ROOT
+from tests.runs import ROOT, kill_tree
+
+_FORK_ALL = """
+import importlib, json, os, sys, traceback
+
+import torch
+from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
+
+os.environ.update(deepspeed_environment(torch.device("cpu")))
+import deepspeed
+
+module, *ranks = json.load(sys.stdin)
+entry = importlib.import_module(module).main
+pids = []
+for arguments in ranks:
+    if (pid := os.fork()) == 0:
+        try:
+            entry(**arguments)
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    pids.append(pid)
+codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+sys.exit(f"the ranks ended with {codes}" if any(codes) else 0)
+"""
 
 
 def start_rank(arguments: Sequence[str]) -> "subprocess.Popen[str]":
     """Start Python with these arguments."""
     return subprocess.Popen(
         [sys.executable, *arguments],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -21,14 +49,14 @@ def start_rank(arguments: Sequence[str]) -> "subprocess.Popen[str]":
     )
 
 
-def run_ranks(arguments: Sequence[Sequence[str]], *, timeout_s: float) -> None:
-    """Run all ranks at once, each with its arguments, and check that every rank exits with 0."""
-    processes = [start_rank(own) for own in arguments]
-    ends_at = time.monotonic() + timeout_s
+def run_ranks(module: str, arguments: Sequence[dict[str, Any]], *, timeout_s: float) -> None:
+    """Run all ranks at once, each with its arguments of `main`, and check that every rank exits with 0.
+
+    They are forks of one process that has imported torch, DeepSpeed, and the module. Its `main` ends with `exit_rank`.
+    """
+    parent = start_rank(["-c", _FORK_ALL])
     try:
-        outputs = [process.communicate(timeout=max(1.0, ends_at - time.monotonic()))[0] for process in processes]
+        output, _ = parent.communicate(json.dumps([module, *arguments]), timeout=timeout_s)
     finally:
-        for process in processes:
-            process.kill()
-    codes = [process.returncode for process in processes]
-    assert codes == [0] * len(codes), "\n".join(output[-5000:] for output in outputs)
+        kill_tree(parent)
+    assert parent.returncode == 0, output[-8000:]

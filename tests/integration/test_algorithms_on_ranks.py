@@ -10,17 +10,17 @@ from safetensors.torch import load_file
 
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from tests.families import FAMILIES
-from tests.integration.algorithm_ranks import SUPERVISED, make_models, train
+from tests.integration.algorithm_ranks import SPECIAL, SUPERVISED, make_models, train
 from tests.integration.rank_processes import run_ranks
 from tests.unit.learner.builders import CPU, make_alone
 from tests.unit.learner.test_every_algorithm import SETTINGS
 
 DEADLINE_S = 900.0
 FEW = ["loss-ppo_clip", "advantage-gae", "advantage-prime", "loss-gspo-token", "loss-clip_cov"]
-FEW += ["m2po", "rejected", "normalized", "kl-full"]
-FEW_SLICED = ["loss-gspo-token", "advantage-gae", "advantage-prime", "kl-full", "distil-forward_kl_topk", *SUPERVISED]
+FEW += ["m2po", "rejected", "normalized", "kl-full", *SPECIAL]
+FEW_SLICED = ["loss-gspo-token", "advantage-gae", "distil-forward_kl_topk", "sft"]
 FEW_SLICED += ["family-gemma3_text", "family-qwen3_moe"]
-"""Losses of whole sequences, a second model of each kind, values that pass between ranks, and windows."""
+"""Losses of whole sequences, a second model, values that pass between ranks, and windows."""
 SLICED_FAMILIES = [
     f"family-{name}"
     for name, (kind, _) in FAMILIES.items()
@@ -35,15 +35,15 @@ pytestmark = pytest.mark.timeout(4 * DEADLINE_S)
 
 
 def train_on_ranks(folder: Path, names: list[str], *, stage: int, ranks: int = 2, sequence_parallel: int = 1) -> None:
-    sizes = [f"--ranks={ranks}", f"--sequence-parallel={sequence_parallel}", f"--zero={stage}"]
-    command = ["-m", "tests.integration.algorithm_ranks", *sizes, f"--folder={folder}"]
+    common = {"ranks": ranks, "sequence_parallel": sequence_parallel, "stage": stage, "folder": str(folder)}
     (folder / "rendezvous").unlink(missing_ok=True)
-    run_ranks([[*command, f"--rank={rank}", *names] for rank in range(ranks)], timeout_s=DEADLINE_S)
+    own = [common | {"names": names, "rank": rank} for rank in range(ranks)]
+    run_ranks("tests.integration.algorithm_ranks", own, timeout_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize(
     ("stage", "names"),
-    [(2, FEW), *(pytest.param(stage, list(SETTINGS), marks=pytest.mark.long) for stage in (0, 2, 3))],
+    [(2, FEW), *(pytest.param(stage, [*SETTINGS, *SPECIAL], marks=pytest.mark.long) for stage in (0, 2, 3))],
 )
 def test_two_ranks_make_the_weights_of_one(tmp_path: Path, stage: int, names: list[str]):
     check_ranks(tmp_path, names, stage=stage)

@@ -51,10 +51,11 @@ def test_two_processes_sum() -> None:
             "gloo: rank 1 gave no answer within 12 s in the phase 'start'; NCCL: host:7:9 [1] NCCL WARN Call to "
             "connect returned Connection refused",
         ),
-        (
+        pytest.param(
             LATER.format(action="import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
             60.0,
             "gloo: rank 1 ended with SIGSEGV in the phase 'sum'",
+            marks=pytest.mark.long,
         ),
         (
             LATER.format(action="real(tensor); tensor[7] += 1"),

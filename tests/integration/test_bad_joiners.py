@@ -5,6 +5,7 @@ log and the run's events, and an unharmed run.
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -17,26 +18,19 @@ import pytest
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from tests import runs
-from tests.runs import SMALL, Run, end, until
+from tests.runs import SMALL, Call, Run, call_each, end, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOKEN, OTHER_TOKEN = "the-token-of-this-run", "the-token-of-another-run"
 DEADLINE_S = 120.0
-NEWER = """
-import sys
-import slipstream.buffer.trajectory
-slipstream.buffer.trajectory.SCHEMA_VERSION += 1
-from slipstream.generators.__main__ import main
-main(sys.argv[1:])
-"""
 
 
 class Joiner(NamedTuple):
     """A peer that must be rejected."""
 
-    command: tuple[str, ...]
-    """Python's arguments."""
+    role: str
+    arguments: tuple[str, ...]
     error: str
     """Pattern of its error."""
     event: str = ""
@@ -46,29 +40,29 @@ class Joiner(NamedTuple):
     """Working folder below the test's folder, which contains its model."""
 
 
-GENERATOR = ("-m", "slipstream.generators", "--id", "stranger")
-LEARNER = ("-m", "slipstream.learner", *SMALL)
+ID = ("--id", "stranger")
 SAME_MODEL = r"model\.path must hold the same model here as at the broker, got 'models/digits-random' with vocab_size "
 NO_TOKEN = r"the token must be that of the broker at ipc:.*, got none: set SLIPSTREAM_TOKEN"
+# A role's name as an id and another schema are refused in the same way: tests/unit/broker/test_router_joining.py.
 JOINERS = {
-    "no token": Joiner(GENERATOR, NO_TOKEN, token="", home="wide"),
+    "no token": Joiner("generators", ID, NO_TOKEN, token="", home="wide"),
+    "another token": Joiner("generators", (*ID, "broker.token_file=other_token"), "got another one", token=""),
     "a taken id": Joiner(
-        (*GENERATOR[:3], "generator-0"), r"peer id 'generator-0' must be unique, but process \d+ on ", "refused: "
+        "generators", ("--id", "generator-0"), r"peer id 'generator-0' must be unique, but process \d+ on ", "refused: "
     ),
-    "a role's name": Joiner((*GENERATOR[:3], "broker"), "must not be a role's name, got 'broker'", "refused: "),
-    "a newer version": Joiner(
-        ("-c", NEWER, *GENERATOR[2:]), r"schema version must be \d+, got \d+ from 'stranger'", "refused: "
-    ),
-    "another model": Joiner(GENERATOR, SAME_MODEL + r"\d+ here and \d+ at", "left: ", home="wide"),
-    "a second learner": Joiner(LEARNER, r"a run has one learner, but process \d+ on ", "refused: "),
+    "another model": Joiner("generators", ID, SAME_MODEL + r"\d+ here and \d+ at", "left: ", home="wide"),
+    "a second learner": Joiner("learner", SMALL, r"a run has one learner, but process \d+ on ", "refused: "),
 }
 OF_LONE_BROKER = {
-    "settings of another run": Joiner(LEARNER, "settings must match the broker's, got differences in name", "left: "),
-    "another model": Joiner((*LEARNER, "name=mine"), SAME_MODEL + "999 here", "left: ", home="wide"),
+    "settings of another run": Joiner(
+        "learner", SMALL, "settings must match the broker's, got differences in name", "left: "
+    ),
+    "another model": Joiner("learner", (*SMALL, "name=mine"), SAME_MODEL + "999 here", "left: ", home="wide"),
     "a second broker": Joiner(
-        ("-m", "slipstream.broker", *SMALL, "name=mine"), "must have one launcher, or one broker started by hand, but"
+        "broker", (*SMALL, "name=mine"), "must have one launcher, or one broker started by hand, but"
     ),
 }
+Ends = dict[str, subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +91,19 @@ def run(folder: Path) -> Iterator[Run]:
         yield started
 
 
-def error_of(folder: Path, joiner: Joiner, *overrides: str) -> str:
-    """Start a joiner. Returns its only error."""
-    command = [sys.executable, *joiner.command, *overrides]
-    done = runs.call(command, folder / joiner.home, timeout_s=DEADLINE_S, SLIPSTREAM_TOKEN=joiner.token)
+def end_all(joiners: dict[str, Joiner], folder: Path, *overrides: str) -> Ends:
+    calls = {
+        name: Call(f"slipstream.{each.role}.__main__", (*each.arguments, *overrides), each.home, each.token)
+        for name, each in joiners.items()
+    }
+    return call_each(calls, folder, imports=["slipstream.learner.role"])
+
+
+def error_of(done: subprocess.CompletedProcess[str], pattern: str) -> str:
+    """Check that a process ended with one error that matches; returns it."""
     assert done.returncode == 2, done.stdout + done.stderr
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert re.search(joiner.error, error), error
+    assert re.search(pattern, error), error
     for unwanted in ("Traceback", TOKEN, OTHER_TOKEN):
         assert unwanted not in done.stdout + done.stderr
     return error.removeprefix("error: ")
@@ -114,37 +114,36 @@ def has_event(run: Run, beginning: str) -> bool:
         return any(event.text.startswith(beginning) for event in store.events(limit=256))
 
 
+@pytest.fixture(scope="module")
+def ended(folder: Path, run: Run) -> Ends:
+    return end_all(JOINERS, folder, "name=guarded", f"broker.address=ipc://{folder}/guarded.sock")
+
+
 @pytest.mark.parametrize("name", JOINERS)
-def test_a_bad_joiner_ends_with_one_error(folder: Path, run: Run, name: str) -> None:
+def test_a_bad_joiner_ends_with_one_error(run: Run, ended: Ends, name: str) -> None:
     joiner = JOINERS[name]
-    error = error_of(folder, joiner, "name=guarded", f"broker.address=ipc://{folder}/guarded.sock")
+    error = error_of(ended[name], joiner.error)
     if joiner.event:
         until(lambda: has_event(run, joiner.event + error), timeout_s=30, what="an event with the reason")
         assert error in run.log("broker")
 
 
-def test_the_status_of_the_run_shows_peers_with_another_token(folder: Path, run: Run) -> None:
-    joiner = Joiner((*GENERATOR, "broker.token_file=other_token"), "got another one", token="")
-    error_of(folder, joiner, f"broker.address=ipc://{folder}/guarded.sock")
-
-    def is_shown() -> bool:
-        shown = runs.train(folder, "status", "name=guarded", "--json")
-        return "connections without the run's token" in shown
-
+@pytest.mark.usefixtures("ended")
+def test_the_status_of_the_run_shows_peers_with_another_token(run: Run) -> None:
+    is_shown = lambda: "connections without the run's token" in run.call("status", "--json").stdout  # noqa: E731
     until(is_shown, timeout_s=60, what="an event in the status")
 
 
+@pytest.mark.usefixtures("ended")
 def test_a_second_launcher_is_refused_and_the_run_outlives_all_bad_joiners(folder: Path, run: Run) -> None:
-    def store_pid() -> int:
-        return int((run.path / "store/redis.pid").read_text())
-
-    pid, steps = store_pid(), run.steps
-    second = Joiner(tuple(runs.command(*SMALL, "resume=true")[1:]), "must have one launcher, .* but process")
-    assert str(run.launcher.pid) in error_of(folder, second, "name=guarded")
+    pid_file = run.path / "store/redis.pid"
+    pid, steps = pid_file.read_text(), run.steps
+    second = runs.call(runs.command(*SMALL, "resume=true", "name=guarded"), folder)
+    assert str(run.launcher.pid) in error_of(second, "must have one launcher, .* but process")
     until(lambda: run.steps > steps + 2, timeout_s=DEADLINE_S, what="further steps")
     assert "restarted" not in run.printed
-    assert store_pid() == pid
-    assert psutil.pid_exists(pid)
+    assert pid_file.read_text() == pid
+    assert psutil.pid_exists(int(pid))
 
 
 def files_of(folder: Path) -> Iterator[tuple[Path, bytes]]:
@@ -178,11 +177,9 @@ def lone_broker(folder: Path) -> Iterator[Path]:
         end([broker])
 
 
-@pytest.mark.parametrize("name", OF_LONE_BROKER)
-def test_a_mismatched_role_started_by_hand_ends_with_one_error_before_loading(
-    folder: Path, lone_broker: Path, name: str
-) -> None:
-    joiner = OF_LONE_BROKER[name]
-    error = error_of(folder, joiner, f"broker.address=ipc://{folder}/lone.sock")
-    if joiner.event:
-        until(lambda: joiner.event + error in lone_broker.read_text(), timeout_s=30, what="the error in its log")
+def test_a_mismatched_role_started_by_hand_ends_with_one_error_before_loading(folder: Path, lone_broker: Path) -> None:
+    for name, done in end_all(OF_LONE_BROKER, folder, f"broker.address=ipc://{folder}/lone.sock").items():
+        joiner = OF_LONE_BROKER[name]
+        logged = joiner.event + error_of(done, joiner.error)
+        if joiner.event:
+            until(lambda: logged in lone_broker.read_text(), timeout_s=30, what="the error in its log")  # noqa: B023

@@ -92,6 +92,14 @@ def test_roles_started_by_hand_in_any_order_name_the_dead_generator_keep_their_s
         learner, generator = start("learner", "resume=true"), start("generators")
         until(lambda: state().step > ended.step + 3, timeout_s=DEADLINE_S, what="further steps")
         assert steps() == list(range(1, len(steps()) + 1))
+        generator.terminate()
+        assert generator.wait(timeout=30) == 0
+        with open_run_store(path, timeout_s=10) as store:
+            until(lambda: store.roles()["mine"]["state"] == "gone", timeout_s=20, what="a Bye")
+            counts = store.counts()
+        assert counts.leased == 0
+        placed = counts.returned + counts.ready + counts.claimed + counts.used
+        assert counts.admitted == placed + sum(counts.outcomes.values())
     finally:
         runs.end(started)
     assert [role.returncode for role in (generator, learner, broker)] == [0, 130, 0]

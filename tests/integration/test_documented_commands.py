@@ -163,6 +163,7 @@ def test_a_documented_command_ends_well(words: str, world: Path, tmp_path: Path)
     assert done.returncode in expected, done.stdout[-2000:] + done.stderr[-3000:]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_every_page_is_built_and_makes_no_external_requests() -> None:
     assert build() == HTML / "index.html"

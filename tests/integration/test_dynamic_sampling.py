@@ -4,20 +4,17 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.records import Claim, make_entry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.learner.batching.build_batch import build_batch
-from slipstream.learner.stall_causes import Progress, find_cause, take_snapshot
 from tests.contract.stores import make_memory_store, make_redis_store
 from tests.integration.generator_scene import CANARY, GeneratorScene, make_update, play
 
 HERE = "tests.integration.test_dynamic_sampling"
 STORES = pytest.mark.parametrize("make_store", [make_memory_store, make_redis_store], ids=["memory", "redis"])
-AFTER_S = 20.0
 WINDOW = 4
 """Groups that pacing admits beyond those consumed: (max_lag + 1) * prompts_per_step."""
 
@@ -26,10 +23,6 @@ def mixed(sample) -> Reward:
     """Even rows give no signal, because all members are right. In odd rows, the first token decides."""
     is_right = int(sample.ground_truth) % 2 == 0 or sample.response_token_ids[0] % 2 == 0
     return Reward(total=float(is_right), is_correct=is_right)
-
-
-def hopeless(sample) -> Reward:
-    return Reward(total=0.0)
 
 
 async def begin(scene: GeneratorScene) -> None:
@@ -88,36 +81,6 @@ def test_groups_without_signal_are_replaced_and_never_claimed(tmp_path: Path, ma
     assert scene.store.audit().is_sound
 
 
-@STORES
-def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_with_that_cause(tmp_path: Path, make_store):
-    settings = {"buffer": {"filter": {"kind": "accuracy"}}, "learner": {"stall": {"timeout_s": AFTER_S}}}
-    scene = GeneratorScene(tmp_path, make_store=make_store, reward=f"{HERE}:hopeless", **settings)
-    progress = Progress(scene.run, clock=scene.clock)
-    progress.begin()
-    causes = []
-
-    async def script() -> None:
-        await begin(scene)
-        for _ in range(200):
-            await scene.turn()
-            assert_paced(scene)
-            progress.update(take_snapshot(scene.store, scene.run))
-            causes.append(find_cause(progress))
-            if causes[-1]:
-                break
-
-    play(scene, script)
-    cause = causes[-1]
-    assert cause is not None, scene.store.counts()
-    assert len(causes) > AFTER_S - 3, "not before the limit"
-    assert cause.kind == "filtered"
-    assert "rejected: too_hard" in cause.problem
-    counts = scene.store.counts()
-    assert (counts.ready, counts.filtered_fraction) == (0, 1.0)
-    assert counts.filtered > 50, "it kept trying"
-    assert scene.store.audit().is_sound
-
-
 BAND = {"curriculum": {"low": 0.2, "high": 0.8, "explore": 0.1, "min_answers": 2}}
 
 
@@ -163,30 +126,6 @@ def test_a_run_settles_on_rows_of_middle_difficulty_and_explores_the_others(tmp_
     assert metrics["buffer/in_band_fraction"] == pytest.approx(0.4)
     assert (counts.outcomes, counts.used, counts.superseded) == ({}, 80, 0), "a skipped prompt makes no group"
     assert scene.store.audit().is_sound, scene.store.audit()
-
-
-@STORES
-def test_a_run_without_a_row_in_the_band_continues_and_reports_it_once(tmp_path: Path, make_store):
-    data = {"curriculum": {"explore": 0.0, "min_answers": 2}}
-    scene = GeneratorScene(
-        tmp_path, make_store=make_store, reward=f"{HERE}:hopeless", data=data, learner={"max_steps": 20}
-    )
-
-    async def script() -> None:
-        await begin(scene)
-        for step in range(1, 21):
-            await train(scene, step=step)
-
-    with capture_logs() as logs:
-        play(scene, script)
-    counts = scene.store.counts()
-    assert counts.used == 40, "the run ends"
-    (warning,) = [line for line in logs if line["event"] == "no_row_in_band"]
-    assert "every row of data.train lies outside data.curriculum.low and high" in warning["reason"]
-    assert [event.text for event in scene.store.events(limit=99)] == [warning["reason"]]
-    assert counts.curriculum["explored"] >= 20
-    assert scene.store.run_state().next_ordinal <= 40 + WINDOW + 16 * WINDOW, "skipping ends with the last row in it"
-    assert scene.store.audit().is_sound
 
 
 @STORES

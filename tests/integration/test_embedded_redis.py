@@ -312,30 +312,12 @@ def test_an_unused_server_with_a_deleted_folder_ends(tmp_path: Path, is_suspende
     until(lambda: not psutil.wait_procs(found, timeout=0)[1], timeout_s=10, what="the end of the server and its watch")
 
 
-def make_run_folder(folder: Path) -> EmbeddedRedis:
-    """A run folder with an opened store. Returns its server, running."""
-    run = load(["name=looked-into"])
-    (folder / "store").mkdir(parents=True)
-    (folder / "config.yaml").write_bytes(msgspec.yaml.encode(run))
-    server = EmbeddedRedis(folder / "store")
-    server.start(timeout_s=20)
-    opened(server.url, run.name).close()
-    return server
-
-
-def test_the_store_of_a_run_that_is_over_is_started_and_stopped_again(tmp_path):
-    server = make_run_folder(tmp_path / "run")
-    server.stop()
-    for _ in range(2):
-        with open_run_store(tmp_path / "run", timeout_s=20, starts_server=True) as store:
-            assert store.run_state().phase == "starting"
-    with pytest.raises(StoreUnavailableError):
-        open_run_store(server.url, "looked-into", timeout_s=0)
-
-
 def test_the_store_of_a_live_run_keeps_running_and_another_layout_is_refused_by_name(tmp_path):
-    server = make_run_folder(tmp_path / "run")
-    with running(server):
+    run = load(["name=looked-into"])
+    (tmp_path / "run/store").mkdir(parents=True)
+    (tmp_path / "run/config.yaml").write_bytes(msgspec.yaml.encode(run))
+    with running(EmbeddedRedis(tmp_path / "run/store")) as server:
+        opened(server.url, run.name).close()
         with open_run_store(tmp_path / "run", timeout_s=20, starts_server=True) as store:
             assert store.run_state().step == 0
         with open_run_store(server.url, "looked-into", timeout_s=1) as store:

@@ -66,6 +66,7 @@ def test_every_test_has_a_result_though_some_hang_and_crash(tmp_path: Path) -> N
     assert "torch" in json.loads((tmp_path / "report/versions.json").read_text())["installed"]
 
 
+@pytest.mark.long
 def test_a_stage_ends_at_its_limit_and_names_what_did_not_run(tmp_path: Path) -> None:
     planted = [Test(f"{PLANTED}::{name}", 60.0) for name in ("test_that_passes", "test_that_blocks_in_c", "test_alone")]
     shown: list[Outcome] = []

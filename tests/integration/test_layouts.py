@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,13 @@ from tests.tolerance import largest_difference
 ALL = ["torch-1", *(f"{stage}-{ranks}" for stage in range(4) for ranks in (1, 2)), "2-4", "3-4"]
 
 
-def launch(folder: Path, out: str, *extra: str) -> None:
+def launch(folder: Path, out: str, **settings: Any) -> None:
     """Run all ranks of a layout to completion. Example: `2-4` is stage 2 on four ranks."""
     layout, _, ranks = out.partition("-")
     (folder / f"{out}.rendezvous").unlink(missing_ok=True)
-    command = ["-m", "tests.integration.layout_rank", f"--layout={layout}", f"--ranks={ranks}"]
-    command += [f"--folder={folder}", f"--out={out}", *extra]
-    run_ranks([[*command, f"--rank={rank}"] for rank in range(int(ranks))], timeout_s=DEADLINE_S)
+    common = {"layout": layout, "ranks": int(ranks), "folder": str(folder), "out": out} | settings
+    own = [common | {"rank": rank} for rank in range(int(ranks))]
+    run_ranks("tests.integration.layout_rank", own, timeout_s=DEADLINE_S)
 
 
 def join_moments(files: list[Path]) -> dict[str, torch.Tensor]:
@@ -58,14 +59,13 @@ def check(folder: Path, source: str, target: str, *, has_critic: bool, is_exact:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("extra", ["", "--critic", "--lora", "--bfloat16"])
-def test_every_layout_resumes_from_every_other(tmp_path: Path, extra: str) -> None:
+@pytest.mark.parametrize("kind", ["", "critic", "lora", "bfloat16"])
+def test_every_layout_resumes_from_every_other(tmp_path: Path, kind: str) -> None:
     make_tiny_model(tmp_path / "model")
-    layouts = ALL if extra == "" else ["torch-1", "0-2", "1-2", "2-4", "3-1", "3-2"]
-    options = [extra] if extra else []
+    layouts = ALL if kind == "" else ["torch-1", "0-2", "1-2", "2-4", "3-1", "3-2"]
     for layout in layouts:
-        launch(tmp_path, layout, *options)
+        launch(tmp_path, layout, kind=kind)
     for layout in layouts:
-        launch(tmp_path, layout, *options, "--resume", *layouts)
+        launch(tmp_path, layout, kind=kind, resume=layouts)
     for source, target in itertools.product(layouts, layouts):
-        check(tmp_path, source, target, has_critic=extra == "--critic", is_exact=extra != "--bfloat16")
+        check(tmp_path, source, target, has_critic=kind == "critic", is_exact=kind != "bfloat16")

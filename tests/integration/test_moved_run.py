@@ -77,25 +77,6 @@ def move(folder: Path) -> None:
     shutil.rmtree(folder / "runs")
 
 
-@pytest.mark.long
-def test_a_run_with_its_store_in_its_folder_goes_on_elsewhere(folder):
-    run_until_killed(folder)
-    move(folder)
-    server = EmbeddedRedis(folder / "elsewhere/mine/store")
-    server.start()
-    before = ledger_in(server, folder)
-    server.stop()
-    here = ("runs_dir=elsewhere", "cluster.interface=127.0.0.0/8", "cluster.ports=22000-22099")
-    from_step, run = resumed_from(folder, *here)
-    assert 10 <= from_step < STEPS
-    assert "python -m slipstream.generators broker.address=tcp://127.0.0.1:220" in run.printed
-    server.start()
-    try:
-        assert_went_on(server, folder, before, from_step=from_step)
-    finally:
-        server.stop()
-
-
 def test_a_run_on_a_managed_store_goes_on_elsewhere_with_another_address_of_a_copy(folder, monkeypatch):
     first, certificate = EmbeddedRedis(folder / "first"), make_certificate(folder, "first")
     first.start()

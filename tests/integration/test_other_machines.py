@@ -15,7 +15,7 @@ import pytest
 from slipstream.runtime.credentials import TOKEN_VARIABLE
 from tests import runs
 from tests.machines import Machine, network
-from tests.runs import ROOT, SMALL, kill_tree, until
+from tests.runs import SMALL, kill_tree, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -75,8 +75,7 @@ def test_a_generator_on_another_machine_needs_an_address_and_the_token_alone(fol
         assert {address for address, _ in beyond} == {here.address}
         assert all(port in range(21000, 21010) for _, port in beyond)
         # All remaining work is answered there.
-        drain = [sys.executable, "-m", "slipstream", "drain", "generator-0", "mine"]
-        subprocess.run(drain, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, timeout=90)
+        assert runs.exit_code("drain", "generator-0", "name=mine", f"runs_dir={folder}/runs") == 0
         assert launcher.wait(timeout=150) == 0, printed.read_text()[-3000:]
         assert "version_fetched" in (folder / "runs/mine/logs/learner.log").read_text()
         assert re.search(r"peer_joined.*peer=far", (folder / "runs/mine/logs/broker.log").read_text())

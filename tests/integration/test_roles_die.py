@@ -1,4 +1,4 @@
-"""Roles are killed during a run, with a real store, sockets, and processes. Only the engine is scripted."""
+"""Roles and the store of a run are killed, with real sockets and processes. Only the engine is scripted."""
 
 import fcntl
 import os
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import runs
@@ -22,9 +23,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 
 @pytest.mark.core
-def test_killed_roles_are_restarted_and_a_killed_run_continues_on_two_ranks_without_a_lost_prompt(folder: Path) -> None:
+def test_killed_roles_and_stores_are_restarted_and_a_killed_run_continues_on_two_ranks_without_a_lost_prompt(
+    folder: Path,
+) -> None:
     with Run(folder, "killed", "learner.max_steps=100000").ended_at_last() as run:
         until(has_stepped(run, 5), timeout_s=120, what="training has begun")
+        psutil.Process(int((run.path / "store/redis.pid").read_text())).kill()
+        until(lambda: "the store is back" in run.printed, timeout_s=30, what="another store")
+        until(has_stepped(run, run.steps + 3), timeout_s=90, what="training continues")
+        assert run.printed.count("the store died (signal SIGKILL); restarting it") == 1
+        assert "Traceback" not in run.printed + run.log("broker") + run.log("learner") + run.log("generator-0")
+        assert " died (" not in run.printed.replace("the store died (", ""), "no role ended with it"
         for name, module in (("generator-0", "generators"), ("broker", "broker"), ("learner", "learner")):
             # Beyond the next checkpoint, and the steps that trajectories delivered by a dead generator may cover.
             steps = run.steps + 8
@@ -69,8 +78,9 @@ def centered(inputs):
 """
 
 
-# The serial run: tests/unit/learner/test_rank_group.py, weights that an update made NaN.
-@pytest.mark.parametrize("mode", ["async", pytest.param("serial", marks=pytest.mark.long)])
+# One process: tests/unit/learner/test_rank_group.py. A run that fails and resumes: tests/integration/test_dead_ends.py.
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["async", "serial"])
 def test_weights_that_an_update_made_nan_end_the_run_with_that_cause_and_are_not_saved(folder: Path, mode: str) -> None:
     (folder / "planted.py").write_text(PLANTED)
     own = ["algorithm/advantage=custom", "algorithm.advantage.function=planted:centered", "learner.max_steps=8"]
@@ -129,6 +139,8 @@ def in_a_terminal(folder: Path, *overrides: str) -> Iterator["subprocess.Popen[b
         os.close(ours)
 
 
+# In CI: a role and the launcher in tests/unit/slipstream/runtime/test_process.py, Ctrl-C in test_scaling.py.
+@pytest.mark.long
 def test_closing_the_terminal_ends_the_run_as_ctrl_c_does(folder: Path) -> None:
     path = folder / "runs" / "terminal"
     try:

@@ -103,8 +103,4 @@ def test_scaling_from_one_to_three_to_one_loses_no_step(run: Run):
     run.launcher.send_signal(signal.SIGINT)
     assert run.launcher.wait(timeout=PATIENCE_S) == 130, run.printed[-2000:]
     runs.assert_all_steps_once(run, run.steps)
-    for command in (("scale", "generators=2"), ("profile",), ("pause",)):
-        late = run.call(*command)
-        assert late.returncode == 1
-        assert "Traceback" not in late.stderr
     runs.assert_none_left(run.folder)

@@ -1,8 +1,6 @@
 """Supervised fine-tuning, started like a user would, on the digits task and a tiny model."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -39,31 +37,33 @@ def whole(folder: Path) -> dict:
     return load_file(folder / "runs/whole/final_model/model.safetensors")
 
 
-def learner(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "slipstream.learner", *SMALL, *overrides],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(runs.ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Learners, one after the other."""
+    storage = f"storage.uri=file://{folder}/remote"
+    overrides = {
+        "a column": ("name=bad", "data.columns={response: answer}"),
+        "a length": ("name=bad", "model.max_length=8", *TWO_RANKS),
+        "begun": ("name=moved", storage, "learner.max_steps=3"),
+        "resumed": ("name=moved", storage, "runs_dir=elsewhere", "resume=true"),
+        "absent": ("name=none", storage, "runs_dir=elsewhere", "resume=true"),
+    }
+    calls = {name: runs.Call("slipstream.learner.__main__", (*SMALL, *own)) for name, own in overrides.items()}
+    return runs.call_each(calls, folder, imports=["slipstream.learner.role"], GLOO_SOCKET_IFNAME="lo")
 
 
 @pytest.mark.parametrize(
-    ("overrides", "complaint"),
+    ("name", "complaint"),
     [
-        (("data.columns={response: answer}",), "must have the column `answer`"),
-        (("model.max_length=8", *TWO_RANKS), "row 0: it must hold at most model.max_length (8) tokens, got 12"),
+        ("a column", "must have the column `answer`"),
+        ("a length", "row 0: it must hold at most model.max_length (8) tokens, got 12"),
     ],
 )
-def test_bad_input_ends_with_one_sentence(folder: Path, overrides: tuple[str, ...], complaint: str) -> None:
-    done = learner(folder, "name=bad", *overrides)
-    assert done.returncode == 2
-    (sentence,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+def test_bad_input_ends_with_one_sentence(folder: Path, ended, name: str, complaint: str) -> None:
+    assert ended[name].returncode == 2
+    (sentence,) = (line for line in ended[name].stderr.splitlines() if line.startswith("error: "))
     assert complaint in sentence
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in ended[name].stderr
     assert not (folder / "runs" / "bad").exists()
 
 
@@ -76,14 +76,11 @@ def test_the_command_of_a_run_trains_a_supervised_model_of_transformers(folder: 
     assert not is_held(folder / "runs/whole")
 
 
-def test_a_learner_resumes_a_run_elsewhere_from_its_object_store(folder: Path, whole: dict) -> None:
-    storage = f"storage.uri=file://{folder}/remote"
-    for place in (("learner.max_steps=3",), ("runs_dir=elsewhere", "resume=true")):
-        done = learner(folder, "name=moved", storage, *place)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+def test_a_learner_resumes_a_run_elsewhere_from_its_object_store(folder: Path, whole: dict, ended) -> None:
+    for name in ("begun", "resumed"):
+        assert ended[name].returncode == 0, ended[name].stdout[-3000:] + ended[name].stderr[-3000:]
     resumed = load_file(folder / "elsewhere/moved/final_model/model.safetensors")
     assert all(tensor.equal(resumed[name]) for name, tensor in whole.items())
     sent = load_file(folder / "remote/moved/final_model/model.safetensors")
     assert all(tensor.equal(resumed[name]) for name, tensor in sent.items())
-    refused = learner(folder, "name=none", storage, "runs_dir=elsewhere", "resume=true")
-    assert (refused.returncode, "but elsewhere/ and file://" in refused.stderr) == (2, True)
+    assert (ended["absent"].returncode, "but elsewhere/ and file://" in ended["absent"].stderr) == (2, True)

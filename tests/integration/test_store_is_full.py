@@ -173,7 +173,8 @@ def waits_for(folder: Path) -> dict[str, str]:
     return {wait["waiter"]: f"{wait['blocked_on']}: {wait['reason']}" for wait in waits}
 
 
-@pytest.mark.slow
+# In CI: the tests above, and the wait in the status in tests/unit/slipstream/observe/test_run_status.py.
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_run_pauses_on_a_full_disk_by_name_and_goes_on_when_there_is_room(tmp_path: Path, limitable: None):
     folder = runs.make_task(tmp_path, warm=False)

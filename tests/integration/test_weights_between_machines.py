@@ -13,7 +13,8 @@ from tests import runs
 from tests.integration.test_other_machines import Machine, machines  # noqa: F401
 from tests.runs import SMALL, kill_tree, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
+# In CI: tests/contract/test_weight_relay.py lends, tests/integration/test_other_machines.py fetches over a network.
+pytestmark = [pytest.mark.long, pytest.mark.timeout(480)]
 _ADDRESS = re.compile(r"broker\.address=tcp://10\.77\.0\.1:2100\d")
 _LENT = re.compile(r"weights_fetched +source=tcp://10\.77\.0\.2:2100\d version=(\d+)")
 
@@ -85,7 +86,6 @@ def test_without_trust_generators_elsewhere_fetch_and_lend_and_one_that_insists_
 
 # The admission: tests/unit/broker/test_router_joining.py, a generator elsewhere that insists on broadcasts. Broadcasts
 # over a link: tests/integration/test_weights_over_a_slow_link.py[broadcast].
-@pytest.mark.long
 def test_over_a_trusted_network_generators_elsewhere_take_part_in_broadcasts(scene: Scene) -> None:
     with scene.running("cluster.trusted_network=true", generators=("--id far-0", "--id far-1")):
         together = re.compile(r"epoch_opened.*far-0.*far-1")

@@ -123,8 +123,12 @@ def test_the_wheel_holds_one_top_level_package_with_everything_of_the_tree(wheel
         license = Path(name).with_name(Path(name).name.split(".")[0] + ".LICENSE")
         assert f"slipstream-{VERSION}.dist-info/licenses/{license}" in names
     assert f"slipstream-{VERSION}.dist-info/licenses/LICENSE" in names
+    with zipfile.ZipFile(wheel) as archive:
+        entries = archive.read(f"slipstream-{VERSION}.dist-info/entry_points.txt").decode()
+    assert "[vllm.general_plugins]\nslipstream = slipstream.generators.engines.vllm.weights:register" in entries
 
 
+@pytest.mark.long
 def test_a_wheel_built_from_the_sdist_is_the_same(tree: Path, wheel: Path) -> None:
     call(tree, sys.executable, "-c", BUILD_SDIST, tree.parent / "sdist")
     (sdist,) = (tree.parent / "sdist").glob("*.tar.gz")
@@ -148,6 +152,7 @@ def test_a_run_works_in_a_folder_with_packages_of_the_same_names(python: Path, f
     assert Path(where).is_relative_to(python.parents[1])
 
 
+@pytest.mark.long
 def test_vllm_finds_the_plugin_of_the_wheel(python: Path, folder: Path) -> None:
     """As vLLM loads it in the engine's process, which does not start without it."""
     where = call(folder, python, "-c", LOAD_PLUGIN).splitlines()[-1]

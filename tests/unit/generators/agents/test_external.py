@@ -132,19 +132,6 @@ def test_an_agent_is_not_silent_while_the_model_writes(monkeypatch: pytest.Monke
     assert play(agent, silence_timeout_s=2.5)[0].reward.total == 1.0
 
 
-def test_the_wait_for_agents_is_told(monkeypatch: pytest.MonkeyPatch):
-    async def agent(outside: Outside) -> None:
-        await asyncio.sleep(0.3)
-        assert re.match(r"1 answers wait for an agent, the oldest for \d s; 0 are taken: start", outside.runner.waiting)
-        lease = await outside.take()
-        assert outside.runner.waiting == ""
-        await outside.ask(lease)
-        await outside.post("/v1/reward", lease["api_key"], reward=1.0)
-
-    monkeypatch.setattr(agent_processes, "_REPORT_AFTER_S", 0.2)
-    play(agent)
-
-
 def test_without_a_token_no_agent_is_let_in_and_an_answer_that_none_takes_goes_back():
     async def agent(outside: Outside) -> None:
         assert (await outside.post("/v1/leases", "another token")).status_code == 401
