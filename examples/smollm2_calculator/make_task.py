@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from examples.tiny_task import encode_demonstration, write_data
-from slipstream.configs.model_cache import cache_folder
+from slipstream.configs.load import cache_folder
 
 DATA, MODEL = Path("data/smollm2_calculator"), "smollm2-135m-instruct"
 TRAIN_ROWS, HELDOUT_ROWS, DEMONSTRATIONS, SHARE_OF_CALLS = 600, 64, 128, 0.5
