@@ -1,6 +1,6 @@
 """Ranks: the learner's processes and the collectives between them.
 
-Only rank 0 talks to the store and the generators. The others receive bytes and numbers from it.
+Only rank 0 talks to the store and the generators.
 
 RankWatch: ends a learner rank when another or its machine has been silent for too long. A dying process closes its
 connections, which fails the others' collectives. A vanished machine closes nothing.

@@ -2,10 +2,9 @@
 
     python -m slipstream.scripts.warm_up --model=models/digits-random --data=data/digits --out=models/digits-warm
 
-Training stops once the exact accuracy on held-out prompts (answer and end token match, sampled at temperature 1 or,
-with --greedy, decoded greedily) is within the band. Above it, training resumes from the last evaluation with half the
-learning rate. A seed gives the same weights on the same machine, unless time runs out: then training stops early, and
-fails below a quarter of the lower bound.
+Training stops once the exact accuracy on held-out prompts (answer and end token match) is within the band. Above it,
+training resumes from the last evaluation with half the learning rate. Without time left, it stops early, and fails
+below a quarter of the lower bound.
 """
 
 import math

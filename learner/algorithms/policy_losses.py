@@ -7,7 +7,7 @@ Sequence-level losses are repeated for each token, and aggregations weight these
 need equal advantages within a sequence.
 
 Masks choose the tokens of an update that keep their gradient: True = keep, except for `kl_cov_mask`. Except in `opsm`,
-formulas exclude tokens that the correction rejected (`is_counted` false). Their results do not matter.
+formulas exclude tokens that the correction rejected (`is_counted` false).
 
 Aggregations return one weight per sequence of an update: loss = sum over tokens of weight * token loss. T_i is
 `AggregationInputs.num_tokens`, and B counts the sequences with T_i > 0, over all microbatches and ranks. If T_i

@@ -4,7 +4,7 @@ FetchTracker: tracks versions that generators fetch, and owns the server they fe
 
 A generator on the learner's machine reads the learner's memory. Others fetch their first version and then join
 broadcasts, or always fetch, from the learner or a generator. A request stays open until its member answers, leaves, or
-misses its deadline. The publisher waits for members that read memory, and for others while none holds the version.
+misses its deadline.
 
 Lenders: plans who fetches a version from whom, so the learner sends it to few generators.
 

@@ -2,7 +2,6 @@
 
 Consumes: demonstrations, read by every rank.
 Produces: checkpoints, metrics, the final and the best model.
-Waits for: other ranks, in collectives.
 Invariant: a step's demonstrations depend only on seed and step number, so a resumed run continues bit for bit and all
 ranks agree.
 
