@@ -29,8 +29,7 @@ def admission_limit(run: RunConfig, state: RunState) -> int:
     restarted broker neither bursts nor starves.
 
     Source: AReaL, arXiv:2505.24298, section 5.1. Its version * groups_per_version equals `consumed` without reuse.
-    Differs: Reused groups add no budget. The limit never exceeds the run's total consumption. A replay, with stored
-        groups, admits none. `target_lag` may change (`Pacer`).
+    Differs: Reused groups add no budget. A replay, with stored groups, admits none.
     """
     if run.mode == "replay":
         return 0

@@ -55,7 +55,7 @@ from slipstream.runtime.trace import ProcessorTime, TimeAccount, Trace
 
 
 class ConcurrencyLimit:
-    """Adapts the number of concurrent trajectories to the engine: additive increase, multiplicative decrease.
+    """Adapts the number of concurrent trajectories: additive increase, multiplicative decrease.
 
     Grows by a group while the limit is reached, the queue is empty, and the KV cache has room. Shrinks on preemptions
     in a full cache, and on requests that stay queued. Ignores a shrinking queue (a burst of prompts) and preemptions in

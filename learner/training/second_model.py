@@ -116,8 +116,8 @@ class ProcessReward(SecondModel[Policy, ProcessRewardConfig]):
     The advantage takes the updated model's rewards. The paper's Algorithm 1 computes them before the update, its code
     in verl (recipe/prime, `update: before`) after it.
 
-    Only answers with a valid reward and a trained token count. Tokens that the correction rejects stay: a score is the
-    sum over all tokens. The model is initially the policy without an adapter.
+    Only answers with a valid reward and a trained token count, with tokens that the correction rejects. The model is
+    initially the policy without an adapter.
     """
 
     @staticmethod
