@@ -60,7 +60,7 @@ def launch_ranks(
     On GPU machines, ranks divide the cores for an offloaded optimizer. On CPU machines, each gets one thread, because
     other roles need the rest. `OMP_NUM_THREADS` overrides both.
 
-    Exits with the code of the rank that failed first (torchrun always exits with 1), or with 75, for a restart by the
+    Exits with the code of the rank that failed first (torchrun's: 1), or with 75, for a restart by the
     launcher, if a signal killed it.
     """
     from torch.distributed import run as torchrun

@@ -241,7 +241,7 @@ class EmbeddedRedis:
         try:
             self._await_start(self._process, self.url, deadline)
             # Unwatched, the server would never exit, so a failure here is a failed start. The watcher is a separate
-            # process, because all users may be killed; this returns once it has detached.
+            # process, because all users may be killed.
             arguments = map(str, (_IDLE_STOP, self._socket, self._lock_path, self._idle_timeout_s))
             words = [sys.executable, "-I", "-S", *arguments]
             subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, **self._detached)
