@@ -320,22 +320,15 @@ NEEDED = {
 """Further settings that an option, or any option of a group, requires."""
 
 
-def test_every_option_of_every_group_composes_and_a_recipe_is_its_papers_method_without_the_terms_of_the_default():
-    failures, recipes = [], {}
+def test_every_option_of_every_group_composes() -> None:
+    failures = []
     for group, option in ((group, option) for group, options in groups().items() for option in options):
         choice = f"{group}={option}"
         try:
-            run = load([choice, *NEEDED.get(choice, []), *NEEDED.get(group, [])])
+            load([choice, *NEEDED.get(choice, []), *NEEDED.get(group, [])])
         except ConfigError as error:
             failures.append(f"{choice}: {error}")
-        else:
-            recipes |= {option: run.algorithm} if group == "recipe" else {}
     assert failures == []
-    terms = {name: (bool(each.masks), each.correction.log_ratio_penalty > 0) for name, each in recipes.items()}
-    assert {terms.pop("none"), terms.pop("async_grpo")} == {(True, True)}
-    assert {name for name, has_terms in terms.items() if has_terms != (False, False)} == {"opsm", "m2po"}
-    assert [mask.kind for name in ("opsm", "m2po") for mask in recipes[name].masks] == ["opsm", "m2po"]
-    assert recipes["opsm"].correction.log_ratio_penalty == recipes["m2po"].correction.log_ratio_penalty == 0
 
 
 def test_the_default_experiment_composes_in_a_fresh_process() -> None:

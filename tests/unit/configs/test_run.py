@@ -9,6 +9,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import AccuracyConfig, ReuseConfig
 from slipstream.configs.cluster import PLACE
 from slipstream.configs.load import config_hash, identity, load, provenance, to_plain
+from slipstream.configs.schema import PRESETS
 from tests.builders import make_run
 from tests.cases import cases
 
@@ -137,6 +138,18 @@ def test_steps_to_record_must_be_steps_of_the_run(steps: list[int]) -> None:
 def test_what_cannot_be_right_is_refused_with_its_key(overrides, key):
     with pytest.raises(ConfigError, match=key):
         load(overrides)
+
+
+def test_a_recipe_is_its_papers_method_without_the_terms_of_the_default():
+    default = load([]).algorithm
+    assert default.masks
+    assert default.correction.log_ratio_penalty > 0
+    recipes = {path.stem for path in (PRESETS / "recipe").glob("*.yaml")} - {"none", "async_grpo"}
+    own = {"opsm": ["opsm"], "m2po": ["m2po"]}
+    for recipe in sorted(recipes):
+        found = load([f"recipe={recipe}"]).algorithm
+        assert [mask.kind for mask in found.masks] == own.get(recipe, []), recipe
+        assert found.correction.log_ratio_penalty == 0, recipe
 
 
 @pytest.mark.parametrize("recipe", ["dapo", "vapo", "m2po"])
