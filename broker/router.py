@@ -72,7 +72,7 @@ _SERVE_INTERVAL_S = 0.02
 _SERVE_SHARE = 0.2
 """Maximum share of the broker's time spent on lease rounds that lease nothing."""
 _MEMBERS_AT_ONCE, _MEMBERS_INTERVAL_S = 64, 1e-4
-"""Peers up to which the learner gets every change immediately; each further one adds 0.1 ms."""
+"""Peers up to which the learner gets every change at once, and the delay that each further one adds, seconds."""
 _REAP_INTERVAL_S = 1.0
 _REAP_AFTER_OUTAGE_S = 10.0
 """Time to renew leases and claims after the last failed call to the store."""

@@ -1,4 +1,4 @@
-"""Admission: how many training prompts may be in flight."""
+"""Pacing: the lag that prompts are admitted for, and how many training prompts may be in flight."""
 
 import math
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from slipstream.buffer.records import RunState
 from slipstream.configs.run import RunConfig
 
 _MAX_WAIT = 0.01
-"""Fraction of the learner's time; half of the 2 % that `Pacer` may cost."""
+"""Fraction of the learner's time spent waiting above which the lag grows."""
 _STEPS_TO_RAISE = 8
 _STEPS_TO_LOWER = 16
 _QUANTUM = 0.25
@@ -16,7 +16,7 @@ _QUANTUM = 0.25
 _RESERVE = 0.25
 """Ready groups to keep, versions' worth."""
 _MIN_LAG = 1.0
-"""Below it, prompts would wait for a version that the learner publishes after it needs their groups."""
+"""Below it, the learner would need groups whose prompts are admitted only after its next version."""
 
 
 def admission_limit(run: RunConfig, state: RunState) -> int:
@@ -55,7 +55,8 @@ class Pacer:
     The prompts of a version have `target_lag` versions of time to become ready groups: too little makes the learner
     wait, too much leaves ready groups that only age. Both are measured at every claim:
 
-    - the lag grows by the mean wait per step if the learner waited for more than `_MAX_WAIT` of its recent time;
+    - if the learner waited for more than `_MAX_WAIT` of its recent time, the lag grows by that wait in units of the
+      remaining time, rounded up to quarters;
     - it falls by the groups that none of the last `_STEPS_TO_LOWER` steps needed, except for a reserve;
     - after a change, steps with prompts that were admitted before it don't count.
 
@@ -89,7 +90,8 @@ class Pacer:
         return True
 
     def _change(self) -> float:
-        waited_s, total_s = (sum(step[field] for step in self._recent) for field in (0, 1))
+        waited_s = sum(step.waited_s for step in self._recent)
+        total_s = sum(step.step_s for step in self._recent)
         # One wait among few steps weighs as if it were one among `_STEPS_TO_RAISE`.
         if waited_s * len(self._recent) > _MAX_WAIT * total_s * max(len(self._recent), _STEPS_TO_RAISE):
             return _QUANTUM * math.ceil(waited_s / max(1e-9, total_s - waited_s) / _QUANTUM)

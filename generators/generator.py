@@ -112,7 +112,7 @@ _MAX_PROBLEMS, _MAX_PROBLEM_LENGTH = 8, 600
 _IGNORED = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 """Parts in which errors of one kind differ."""
 _SERVING = ("ready", "updating")
-"""States that accept prompts."""
+"""States in which prompts that arrive are accepted."""
 
 log = structlog.get_logger(__name__)
 
@@ -264,14 +264,14 @@ class Generator:
             self._state, self._reason = state, reason
         self.wake()
         self._client.send_status()
-        # An update is counted after its change of state.
+        # 0 until the first update is complete, which counts after its change of state.
         if state == "ready" and not self._weight_updates.gauges["updates"]:
             self._record_stage("weights verified")
 
     # --- messages and status -------------------------------------------------------------------------------------
     def receive(self, message: Message | ClientDiedError) -> None:
         if isinstance(message, Prompts | Welcome):
-            # A new connection has no open request.
+            # Prompts answer the open request; a new connection has none.
             self._next_request_at = 0.0
         match message:
             case Prompts(prompts=prompts, reason=reason):
@@ -321,7 +321,7 @@ class Generator:
         self._set_state("draining", reason)
 
     def status(self) -> Pong:
-        """Status for the next Pong. Thread-safe."""
+        """Status as an unprompted Pong. Thread-safe."""
         outbox, updates = self._client.outbox, self._weight_updates
         gauges: dict[str, Any] = {
             **self._gauges,

@@ -126,7 +126,7 @@ class Learner:
         self._checkpoint_s = self._claimed_at = 0.0
 
     def status(self) -> Pong:
-        """Content of the next Pong. Thread-safe."""
+        """Status as an unprompted Pong. Thread-safe."""
         gauges = self._metrics_log.gauges() | self._stall.gauges() | self._profiler.gauges
         full, away = self._disk.reason or self._saver.reason, self._saver.storage_reason
         waits = {"waits_for": "disk" if full else "storage"} if full or away else {}
@@ -139,7 +139,7 @@ class Learner:
     def run(self) -> None:
         """Train from the newest checkpoint or the beginning.
 
-        Raises DeadEndError after trying to save all steps, DivergenceError without saving non-finite ones, and
+        Raises DeadEndError after trying to save all steps, DivergenceError without saving the step at fault, and
         KeyboardInterrupt after `request_stop` and saving.
         """
         try:
@@ -283,8 +283,8 @@ class Learner:
             claim, waited_s = self._claim_groups(step=self._step + 1)
         if not self._claimed_at:
             self._record_stage("first batch")
-        last_claim_at, self._claimed_at, claimed_at_ns = self._claimed_at, self._clock(), time.time_ns()
-        claimed_at = self._claimed_at
+        last_claim_at, claimed_at, claimed_at_ns = self._claimed_at or started_at, self._clock(), time.time_ns()
+        self._claimed_at = claimed_at
         if self._pacer.record_step(waited_s=waited_s, step_s=claimed_at - last_claim_at, num_spare=claim.num_spare):
             self._store.set_target_lag(self._pacer.lag)
         with keep_claim(self._store, claim, lease_s=self._run.broker.claim_lease_s):
@@ -411,7 +411,7 @@ class Learner:
         stop = self._run.evaluation.stop or []
         is_met = bool(stop) and all(bound.holds(row) for bound in stop)
         if is_met:
-            log.info("learner_stop_met", step=row["step"], **{bound.metric: row[bound.metric] for bound in stop})
+            log.info("evaluation_stop_met", step=row["step"], **{bound.metric: row[bound.metric] for bound in stop})
         return is_met
 
     def _await_monitored(self) -> None:

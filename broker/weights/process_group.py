@@ -10,8 +10,8 @@ Any later failure closes the group on every rank: a failed rank closes its conne
 ranks that wait for it. NCCL over NVLink notices a dead peer only at the bucket's timeout.
 
 On GPUs, a process survives the death of a peer only if it was started with `NCCL_ENVIRONMENT` of
-`slipstream.runtime.process`, and if no operation reaches NCCL's own timeout, after which NCCL's watchdog would block
-closing for a minute and its monitor would end the process. So NCCL gets a day, and this module enforces deadlines.
+`slipstream.runtime.process`. No operation may reach NCCL's own timeout: its watchdog would then block closing for a
+minute, and its monitor would end the process. So NCCL gets a day, and this module enforces deadlines.
 """
 
 import socket
@@ -183,7 +183,7 @@ class DoubleBuffer:
     def _grow(self, buckets: Sequence[Tensor]) -> None:
         largest = max((bucket.numel() for bucket in buckets), default=0)
         if largest > (self._buffers[0].numel() if self._buffers else 0):
-            # On the stream that writes them first: kernels on the default stream may still read memory allocated there.
+            # Not on the default stream: its kernels may still read memory that was allocated there.
             with self._cuda.stream(self._copies):
                 self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
 

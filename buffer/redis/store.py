@@ -185,7 +185,7 @@ class RedisStore(RedisPrompts, RedisBatches):
     def audit(self, *, archived: Callable[[], list[StepEntry]] | None = list) -> Audit:
         """Recompute the accounting from the stored data: seconds for a hundred thousand groups.
 
-        `archived`: reads the archive's ledger; None: archived entries are not audited.
+        `archived`: reads the archive's ledger, by default an empty one; None: archived entries are not audited.
         """
         # Fails on another key layout.
         self.run_state()

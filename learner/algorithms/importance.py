@@ -22,7 +22,7 @@ from slipstream.learner.algorithms import segments
 from slipstream.learner.algorithms.inputs import RatioInputs
 
 
-# --- a proximal policy without a forward pass, for the trust region and the drift correction; no gradient ------------
+# --- a proximal policy without a forward pass, and ratios -------------------------------------------------------------
 def interpolation(lags: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Position of the proximal policy between generator (0) and learner (1), from lags k >= 0.
 

@@ -194,7 +194,6 @@ class Objective:
         if self._config.proximal == "generator":
             return tokens.generator_logprobs
         if self._config.proximal == "interpolate":
-            # Versions relative to the start of the step, which produces version 1.
             alpha = importance.interpolation(tokens.lags)
             return importance.loglinear(tokens.generator_logprobs, learner_logprobs, alpha=alpha)
         if self._config.proximal == "reuse" or tokens.start_logprobs is None:

@@ -186,7 +186,7 @@ class Launcher:
         make_token(self._run)
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         try:
-            # In this order, the store outlives roles, observers get the last rows, and the view shows the end.
+            # In this order, the store outlives roles, and observers get the last rows.
             logs = self._folder.logs
             with (
                 self._store() as store,
@@ -332,7 +332,7 @@ class Launcher:
             self._publish(events + self._pool.poll(), report)
             time.sleep(_POLL_EVERY_S)
         self._update(store, monitor, scaling, report)
-        # matplotlib takes a second, and so do the roles to end.
+        # Import matplotlib while the roles end: both take about a second.
         run_in_thread(partial(import_module, "slipstream.observe.plot"), name="load")
 
     def _publish(self, events: list[Event], report: LauncherReport) -> None:

@@ -1,4 +1,4 @@
-"""RunReader: reads a run from its store while the store answers, otherwise from its run folder."""
+"""RunReader: reads a run from its store, and steps and members from its run folder once the store is gone."""
 
 import json
 import math
@@ -39,7 +39,7 @@ UNREADABLE = (ConfigError, ReplayBufferError, OSError)
 
 
 class RunReader(AbstractContextManager["RunReader"]):
-    """Reads one run without changing it. Opens the store on first use. Thread-safe."""
+    """Reads one run without changing it. Opens the store on first use."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class RunReader(AbstractContextManager["RunReader"]):
     def events_by_step(self, rows: list[Row]) -> dict[int, list[str]]:
         """Step -> events since the learner last started; none without a store.
 
-        The clocks of rows and events meet at the end of the last step.
+        The end of the last step, which the store records, aligns the rows' times with those of events.
         """
         store = self.find_store()
         stepped_at = store.run_state().stepped_at if store else None

@@ -65,7 +65,7 @@ def test_a_run_starts_at_zero_is_found_again_where_it_stands_and_its_versions_on
     assert (store.run_state().version, store.run_state().announced_version) == (5, 7)
 
 
-def test_only_settings_of_the_end_of_a_run_may_change_and_its_phase_and_name_are_known(fresh_store):
+def test_only_settings_of_the_end_of_a_run_may_change_and_its_name_is_known(fresh_store):
     opened = '{"learner": {"prompts_per_step": 8, "max_steps": 10}, "resume": false}'
     open_run(fresh_store, config_json=opened)
     other = {"config_json": opened.replace("8", "16")}
