@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     steps = options.steps or max(_MIN_STEPS, pace.steps_per_kill * options.kills)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     stage = Stage(folder, seed=options.seed, steps=steps, pace=pace)
-    harness = Harness(stage)
+    harness = Harness(stage, num_generators=options.generators, is_cold=options.cold)
     console.print(f"seed={options.seed} kills={options.kills} steps={steps} engine={options.engine} folder={folder}")
     started_at = time.monotonic()
     try:
@@ -68,8 +68,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--seed", type=int, default=0, help="seed of the run and of the strikes")
     add("--kills", type=int, default=100, help="processes to end (stops and continues come on top)")
+    add("--minutes", type=float, default=30.0, help="time limit of the strikes")
     add("--steps", type=int, default=0, help="steps of the run; 0 = as many as fit between the kills")
+    add("--generators", type=int, default=3, help="number of generators")
     add("--engine", choices=list(PACES), default="scripted", help="engine of the generators")
+    add("--cold", action="store_true", help="start every role with a fresh interpreter")
     add("--keep", action="store_true", help="keep the run's folder even if the run is sound")
     add("--matrix", action="store_true", help="cause one failure after another instead of strikes")
     add("--only", default="", help="rows of the matrix that match this expression")
@@ -81,7 +84,7 @@ def strike(harness: Harness, console: Console, options: argparse.Namespace) -> l
     pace = harness.stage.pace
     try:
         harness.start(timeout_s=min(_START_TIMEOUT_S, 2 * pace.max_stall_s))
-        strikes: Iterable[object] = harness.strike(seed=options.seed, kills=options.kills)
+        strikes: Iterable[object] = harness.strike(seed=options.seed, kills=options.kills, minutes=options.minutes)
         if pace.is_light:
             strikes = harness.act(seed=options.seed, kills=options.kills)
         for number, _ in enumerate(strikes, 1):

@@ -15,7 +15,7 @@ from tests.chaos import state_audit
 from tests.chaos.acts import Acts
 from tests.chaos.delivery_audit import find_delivery_problems
 from tests.chaos.outcome import Evidence, Outcome, Stored, Times, find_problems, read_archive, read_lineage
-from tests.chaos.processes import Process, StoreProcess, WarmProcess, start_guard
+from tests.chaos.processes import ColdProcess, Process, StoreProcess, WarmProcess, start_guard
 from tests.chaos.role import Progress, Role, Strike, draw_strikes
 from tests.chaos.stage import ALLOWED_REFUSALS, NAME, PEER_TIMEOUT_S, Stage
 from tests.chaos.watched.journal import Journal, read_journals
@@ -24,7 +24,7 @@ _TICK_S = 0.02
 _STORE_TIMEOUT_S = 10.0
 _RESTART_TIMEOUT_S = 60.0
 _GUARD_TIMEOUT_S = 30.0
-_NUM_GENERATORS, _LIAR = 3, 2
+_LIAR = 2
 _MAX_NAMED = 5
 _AUDIT_EVERY_S = 0.5
 _LAST_S = 0.5
@@ -37,8 +37,9 @@ _MAX_EXITS = 5
 class Harness:
     """Owner of all processes of a run. Life: start -> strike -> settle -> outcome -> end."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, *, num_generators: int, is_cold: bool) -> None:
         self.stage = stage
+        self._is_cold = is_cold
         self.journal = Journal(stage.journals, "harness")
         self.archive_problems: list[str] = []
         self.state_problems: dict[str, None] = {}
@@ -47,7 +48,7 @@ class Harness:
         self.missed_acts: list[str] = []
         self._most_consumed = 0
         self._admitted: int | None = None
-        self.roles = {role.name: role for role in self._make_roles()}
+        self.roles = {role.name: role for role in self._make_roles(num_generators)}
         """Roles by name; the store comes first."""
         self._guard: subprocess.Popen[bytes] | None = None
         self._store: RedisStore | None = None
@@ -77,10 +78,11 @@ class Harness:
         if not self.newest_step:
             raise TimeoutError(f"the first step must be done within {timeout_s:g} s, {self.last_lines}")
 
-    def strike(self, *, seed: int, kills: int) -> Iterator[Strike]:
-        """Deliver the strikes of a seed until `kills` processes have ended; yield each."""
+    def strike(self, *, seed: int, kills: int, minutes: float) -> Iterator[Strike]:
+        """Deliver the strikes of a seed until `kills` processes have ended or time is up; yield each."""
         generators = [name for name in self.roles if name.startswith("generator")]
         pace = self.stage.pace
+        ends_at = time.monotonic() + 60 * minutes
 
         def is_recovered() -> bool:
             # While the learner holds the last step, no role has work that would show its recovery.
@@ -93,6 +95,8 @@ class Harness:
             self.poll_until(lambda: False, timeout_s=strike.gap_s)
             role = self.roles[strike.role]
             self.poll_until(lambda role=role: role.is_alive, timeout_s=_RESTART_TIMEOUT_S)
+            if time.monotonic() >= ends_at:
+                return
             role.strike(strike, time.monotonic())
             yield strike
 
@@ -251,7 +255,7 @@ class Harness:
             self.journal.write("overadmitted", admitted=admitted, limit=limit)
         self._admitted = max(admitted, self._admitted or 0)
 
-    def _make_roles(self) -> Iterator[Role]:
+    def _make_roles(self, num_generators: int) -> Iterator[Role]:
         stage = self.stage
         flags, note = stage.pace.flags, self._note
         yield Role("store", StoreProcess(stage.store), initial=(0,), note=note)
@@ -262,7 +266,7 @@ class Harness:
         yield Role("broker", broker, note=note)
         learner = self._process("learner", "tests.chaos.scripted_learner", [*flags, *stage.settings])
         yield Role("learner", learner, may_finish=True, note=note)
-        for number in range(_NUM_GENERATORS):
+        for number in range(num_generators):
             yield Role(f"generator-{number}", self._generator(number), initial=(0,), note=note)
 
     def _generator(self, number: int) -> Process:
@@ -270,6 +274,9 @@ class Harness:
         name, pace = f"generator-{number}", self.stage.pace
         address = self.stage.relayed_address if pace.is_light and number else self.stage.address
         arguments = ["--id", name, f"name={NAME}", address]
+        if pace.has_cold_generators:
+            # vLLM reads its environment at import, so nothing may be patched earlier.
+            return self._process(name, "slipstream.generators.__main__", arguments, is_cold=True)
         flags = [*pace.flags, *(["--misbehaves"] if number else []), *(["--lies"] if number == _LIAR else [])]
         return self._process(name, "tests.chaos.watched.generator", [*flags, *arguments])
 
@@ -290,5 +297,6 @@ class Harness:
         # After the store: an entry leaves it only after the archive has it.
         return snapshot._replace(archived=Archive(archive).steps() if is_archive(archive) else [])
 
-    def _process(self, name: str, module: str, arguments: list[str]) -> Process:
-        return WarmProcess(module, arguments, cwd=self.stage.folder, log=self.stage.logs / f"{name}.log")
+    def _process(self, name: str, module: str, arguments: list[str], *, is_cold: bool = False) -> Process:
+        kind = ColdProcess if is_cold or self._is_cold else WarmProcess
+        return kind(module, arguments, cwd=self.stage.folder, log=self.stage.logs / f"{name}.log")

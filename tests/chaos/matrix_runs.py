@@ -225,7 +225,7 @@ class LightRun(Scene):
     def __init__(self, folder: Path, num_rows: int) -> None:
         super().__init__()
         stage = Stage(folder, seed=0, steps=max(12, 4 * num_rows), pace=PACES["light"])
-        self.harness = Harness(stage)
+        self.harness = Harness(stage, num_generators=3, is_cold=False)
         self.acts = Acts(self.harness, seed=0)
         self.wait = self.harness.poll_until
 

@@ -1,4 +1,4 @@
-"""Processes under chaos: a role forked from a warm process, and the Redis server."""
+"""Processes under chaos: a role forked from a warm process, a role started cold, and the Redis server."""
 
 import importlib
 import multiprocessing
@@ -91,6 +91,37 @@ def _run_module(module: str, arguments: list[str], cwd: Path, log: Path) -> None
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     importlib.import_module(module).main(arguments)
+
+
+class ColdProcess(Process):
+    """A process with a fresh interpreter, `python -m module arguments`, as a user starts it."""
+
+    def __init__(self, module: str, arguments: list[str], *, cwd: Path, log: Path) -> None:
+        super().__init__(log)
+        self._command = [sys.executable, "-m", module.removesuffix(".__main__"), *arguments]
+        self._cwd = cwd
+        self._is_group_killed = False
+
+    def start(self) -> None:
+        self._is_group_killed = False
+        environment = os.environ | {LAUNCHER_VARIABLE: str(os.getpid()), "PYTHONPATH": str(ROOT)}
+        with self._log.open("ab") as log:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            self._process = subprocess.Popen(
+                self._command, cwd=self._cwd, env=environment, start_new_session=True, **streams
+            )
+
+    def wait(self, *, timeout_s: float) -> int | None:
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        # Kill the role's children, like the launcher: a starting engine does not notice its parent's death.
+        if not self._is_group_killed:
+            self._is_group_killed = True
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+        return code
 
 
 class StoreProcess(Process):

@@ -10,7 +10,7 @@ from slipstream.configs.base import Record
 from tests.chaos.outcome import Sample, uninterrupted
 from tests.chaos.processes import WarmProcess
 
-EngineKind = Literal["light", "scripted"]
+EngineKind = Literal["light", "scripted", "vllm"]
 
 NAME = "chaos"
 HOLD_FILE = "hold-the-last-step"
@@ -35,6 +35,8 @@ class Pace(Record):
     """Settings and durations that match the start time of generators. Example: PACES["scripted"]."""
 
     engine: list[str]
+    has_cold_generators: bool
+    """Whether they need a fresh interpreter: vLLM reads its environment when it is imported."""
     lapse_after_s: float
     """Seconds after which leases and claims lapse."""
     max_gap_s: float
@@ -67,6 +69,7 @@ PACES: dict[EngineKind, Pace] = {
             # One group suffices, so that about one row in ten is excluded at any time.
             "data.curriculum={min_answers: 4}",
         ],
+        has_cold_generators=False,
         lapse_after_s=2.5,
         max_gap_s=0.6,
         max_recovery_s=3.0,
@@ -84,10 +87,19 @@ PACES: dict[EngineKind, Pace] = {
             "generators.engine.seconds_per_token=0.03",
             "generators.max_concurrency=16",
         ],
+        has_cold_generators=False,
         lapse_after_s=2.0,
         max_gap_s=1.0,
         max_recovery_s=5.0,
         steps_per_kill=3,
+    ),
+    "vllm": Pace(
+        engine=["generators/engine=vllm", "generators.max_concurrency=16"],
+        has_cold_generators=True,
+        lapse_after_s=10.0,
+        max_gap_s=10.0,
+        max_recovery_s=120.0,
+        steps_per_kill=80,
     ),
 }
 
