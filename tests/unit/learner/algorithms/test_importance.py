@@ -6,7 +6,6 @@ import torch
 
 from slipstream.learner.algorithms import find, importance
 from slipstream.learner.algorithms.inputs import RatioInputs
-from tests.cases import cases
 from tests.unit.learner.inputs import checked, over_ratios
 
 names = ("token_ratio", "token_log_ratio", "truncate", "mask", "normalize", "effective_sample_size")
@@ -94,6 +93,20 @@ def test_a_sequence_counts_once_in_the_effective_sample_size_and_in_normalized_w
     assert normalize(torch.zeros(0), mean=torch.zeros(0).mean()).shape == (0,)
 
 
+WEIGHERS = {
+    **{name: lambda x, level=level: level(x, SEQUENCES, num_sequences=3) for name, level in LEVELS.items()},
+    "truncate": lambda x: truncate(x, high=2.0, low=0.5),
+    "mask": lambda x: mask(x, low=0.5, high=5.0),
+    "normalize": lambda x: normalize(x, mean=x.mean()),
+    "loglinear": lambda x: loglinear(x, x, alpha=torch.full((4,), 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHERS)
+def test_weights_have_no_gradient(name):
+    assert not WEIGHERS[name](torch.ones(4, requires_grad=True)).requires_grad
+
+
 @pytest.mark.parametrize(
     ("weights", "expected"),
     [([0.3] * 5, 1.0), ([1, 0, 0, 0], 0.25), ([1, 2, 3, 4], 100 / 120), ([0, 0, 0, 0], 0.0), ([], 0.0)],
@@ -102,11 +115,13 @@ def test_the_effective_sample_size_lies_between_one_over_n_and_one(weights, expe
     assert effective_sample_size(torch.tensor(weights, dtype=torch.float32)).item() == pytest.approx(expected)
 
 
-@cases(
-    "ess, settings, expected",
-    *((1.0, {"floor": 0.1}, 1.0), (0.25, {"floor": 0.1}, 0.5), (0.25, {"power": 1.0, "floor": 0.1}, 0.25)),
-    *((ess, {"floor": 0.1}, 0.1) for ess in (0.0, 1e-9, -1.0, math.nan)),
-    (1.0000001, {"floor": 0.0}, 1.0),
+@pytest.mark.parametrize(
+    ("ess", "settings", "expected"),
+    [
+        *((1.0, {"floor": 0.1}, 1.0), (0.25, {"floor": 0.1}, 0.5), (0.25, {"power": 1.0, "floor": 0.1}, 0.25)),
+        *((ess, {"floor": 0.1}, 0.1) for ess in (0.0, 1e-9, -1.0, math.nan)),
+        (1.0000001, {"floor": 0.0}, 1.0),
+    ],
 )
 def test_the_learning_rate_follows_the_root_of_the_sample_size_from_its_floor_to_one(ess, settings, expected):
     assert importance.ess_learning_rate_scale(ess, **settings) == expected
@@ -144,27 +159,45 @@ REJECTIONS = {
 every_rejection = pytest.mark.parametrize("name", REJECTIONS)
 
 
-@cases(
-    "over, ratios, kept",
-    ("token", (1.5, 3, 0.6, 0.3), [True, False, True, False]),
-    ("sum", (1.5, 3, 0.6, 0.3), [False] * 4),  # 4.5, 0.18
-    ("mean", (1.5, 3, 0.6, 0.3), [False] * 4),  # 2.12, 0.42
-    # Tokens of a sequence make up for each other.
-    ("token", (4, 0.25, 1.9, 1.9), [False, False, True, True]),
-    ("sum", (4, 0.25, 1.9, 1.9), [True, True, False, False]),
-    ("mean", (4, 0.25, 1.9, 1.9), [True] * 4),
-    # The bounds are inside.
-    ("token", (2, 0.5, 1, 1), [True] * 4),
+@pytest.mark.parametrize(
+    ("over", "ratios", "kept"),
+    [
+        ("token", (1.5, 3, 0.6, 0.3), [True, False, True, False]),
+        ("sum", (1.5, 3, 0.6, 0.3), [False] * 4),  # 4.5, 0.18
+        ("mean", (1.5, 3, 0.6, 0.3), [False] * 4),  # 2.12, 0.42
+        # Tokens of a sequence make up for each other.
+        ("token", (4, 0.25, 1.9, 1.9), [False, False, True, True]),
+        ("sum", (4, 0.25, 1.9, 1.9), [True, True, False, False]),
+        ("mean", (4, 0.25, 1.9, 1.9), [True] * 4),
+    ],
 )
 def test_k1_by_hand(over, ratios, kept):
     found = keep_k1(torch.tensor(ratios).log(), SEQUENCES, num_sequences=3, over=over, low=0.5, high=2.0)
     assert found.tolist() == kept
 
 
-@cases(
-    "keep, first, second, highs",
-    (keep_k2, 0.5, 2.0, (0.2, 0.5, 1.25, 2.0, 2.5)),
-    (keep_k3, math.e - 2, 1 + math.exp(-2), (0.1, 0.5, 0.8, 1.0, 1.5, 2.0)),
+@pytest.mark.parametrize(
+    ("log_ratio", "over", "bounds", "is_kept"),
+    [
+        *((math.log(3), over, {"low": 0.9, "high": 4.0}, True) for over in OVERS),
+        *((math.log(3), over, {"low": 0.25, "high": 1.1}, False) for over in OVERS),
+        (0.0, "mean", {"low": 1.0, "high": 1.0}, True),
+        (-20.0, "sum", {"high": 2.0}, True),
+        (20.0, "sum", {"low": 0.5}, True),
+    ],
+)
+def test_the_bounds_of_a_ratio_are_inside_may_be_asymmetric_and_may_be_left_out(log_ratio, over, bounds, is_kept):
+    found = keep_k1(torch.tensor([log_ratio]), torch.tensor([0]), num_sequences=1, over=over, **bounds)
+    assert found.item() == is_kept
+
+
+@pytest.mark.parametrize(
+    ("keep", "first", "second", "highs"),
+    [
+        (keep_k2, 0.5, 2.0, (0.2, 0.5, 1.25, 2.0, 2.5)),
+        (keep_k3, math.e - 2, 1 + math.exp(-2), (0.1, 0.5, 0.8, 1.0, 1.5, 2.0)),
+    ],
+    ids=["k2", "k3"],
 )
 def test_k2_and_k3_by_hand(keep, first, second, highs):
     log_ratio, both = torch.tensor([1.0, 0.0, -2.0, 1.0]), first + second

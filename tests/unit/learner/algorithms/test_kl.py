@@ -1,5 +1,5 @@
+import itertools
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from jaxtyping import jaxtyped
 
 from slipstream.learner.algorithms import distillation, kl
 from slipstream.learner.algorithms.inputs import KlInputs
-from tests.cases import cases
 from tests.unit.learner.inputs import checked
 
 POLICY = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
@@ -87,6 +86,17 @@ def test_the_gradients_of_k1_k3_and_off_policy_k3():
 
 
 @each_estimator
+def test_the_gradient_of_a_token_is_that_of_its_formula(name):
+    torch.manual_seed(0)
+    ours, theirs = (-torch.rand(6, dtype=torch.float64).requires_grad_() - i for i in range(2))
+    if name.endswith("_st"):
+        got = torch.autograd.grad(ESTIMATORS[name](ours, theirs).sum(), ours)[0]
+        assert torch.allclose(got, (ours - theirs).detach())
+    else:
+        assert torch.autograd.gradcheck(ESTIMATORS[name], (ours, theirs))
+
+
+@each_estimator
 def test_estimates_are_finite_zero_for_equal_policies_and_negative_only_for_k1(name):
     torch.manual_seed(0)
     ours, theirs = -torch.rand(100) * 5, -torch.rand(100) * 5
@@ -104,21 +114,27 @@ def test_estimates_are_finite_zero_for_equal_policies_and_negative_only_for_k1(n
     assert values.abs().max() <= math.exp(20)
 
 
-def test_the_exact_divergence_is_the_sum_over_possible_tokens():
+def test_the_exact_divergence_is_the_sum_over_possible_tokens_and_has_its_gradient():
     rows = exact(torch.stack([POLICY, REFERENCE]).log(), torch.stack([REFERENCE, REFERENCE]).log())
     assert rows.tolist() == pytest.approx([TRUTH, 0.0])
+    torch.manual_seed(0)
+    logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(4, 5, dtype=torch.float64).log_softmax(-1)
+    assert torch.autograd.gradcheck(lambda x: exact(x.log_softmax(-1), reference), logits)
     logits = torch.tensor([[0.0, 0.0, float("-inf")]], requires_grad=True)
     value = exact(logits.log_softmax(-1), torch.tensor([[0.25, 0.75, 0.0]]).log())
     assert value.item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
     assert torch.autograd.grad(value.sum(), logits)[0].isfinite().all()
 
 
-@cases(
-    "measured, num_sequences, factor",
-    *((6.6, 100, 1.01), (5.4, 100, 0.99), (6.0, 100, 1.0)),
-    # No measurement moves it further than a fifth of its share, and no number of sequences to zero.
-    *((600.0, 100, 1.02), (math.inf, 100, 1.02), (0.0, 100, 0.98), (-50.0, 100, 0.98), (0.0, 1_000_000, 0.8)),
-    (math.nan, 100, 1.0),
+@pytest.mark.parametrize(
+    ("measured", "num_sequences", "factor"),
+    [
+        *((6.6, 100, 1.01), (5.4, 100, 0.99), (6.0, 100, 1.0)),
+        # No measurement moves it further than a fifth of its share, and no number of sequences to zero.
+        *((600.0, 100, 1.02), (math.inf, 100, 1.02), (0.0, 100, 0.98), (-50.0, 100, 0.98), (0.0, 1_000_000, 0.8)),
+        (math.nan, 100, 1.0),
+    ],
 )
 def test_the_adaptive_coefficient_by_hand(measured, num_sequences, factor):
     settings = {"target": 6.0, "num_sequences": num_sequences, "horizon": 1000}
@@ -135,8 +151,13 @@ TEACHER = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
 LOGITS = torch.tensor([0.2, 0.9, -0.4, 0.1], dtype=torch.float64)
 
 
-DIVERGENCES = [forward_kl_topk, partial(generalized_jsd, beta=0.3)]
+def jsd(learner, teacher, *, renormalize):
+    return generalized_jsd(learner, teacher, beta=0.3, renormalize=renormalize)
+
+
+DIVERGENCES = [forward_kl_topk, jsd]
 each_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
+each_form = pytest.mark.parametrize("renormalize", [False, True])
 
 
 def learner():
@@ -178,15 +199,73 @@ def test_k3_has_the_reverse_kl_as_expectation_a_capped_token_no_gradient_and_a_b
     assert sampled_k3(ours, theirs, max_loss=10.0).tolist() == [0, 0]
 
 
+@each_form
+def test_over_the_whole_vocabulary_the_forward_kl_is_exact(renormalize):
+    logits, logprobs = learner()
+    loss = forward_kl_topk(logprobs[None], TEACHER.log()[None], renormalize=renormalize)
+    exact = kl_of(TEACHER, logprobs.exp())
+    assert loss.item() == pytest.approx(exact.item(), abs=1e-12)
+    assert torch.allclose(gradient(loss, logits), gradient(exact, logits), atol=1e-12)
+
+
+def test_the_top_two_and_the_jensen_shannon_divergence_by_hand():
+    ours, theirs = torch.tensor([[0.25, 0.25]]).double().log(), torch.tensor([[0.5, 0.3]]).double().log()
+    with_rest = forward_kl_topk(ours, theirs, renormalize=False)
+    assert with_rest.item() == pytest.approx(0.5 * math.log(2) + 0.3 * math.log(1.2) + 0.2 * math.log(0.4))
+    renormalized = forward_kl_topk(ours, theirs, renormalize=True)
+    assert renormalized.item() == pytest.approx(5 / 8 * math.log(1.25) + 3 / 8 * math.log(0.75))
+    ours, theirs = LOGITS.softmax(0), TEACHER
+    middle = 0.3 * theirs + 0.7 * ours
+    expected = 0.3 * kl_of(theirs, middle) + 0.7 * kl_of(ours, middle)
+    for renormalize in (False, True):
+        loss = jsd(ours.log()[None], theirs.log()[None], renormalize=renormalize)
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+    ours, theirs = LOGITS.softmax(0), TEACHER
+    logs, tiny = (ours.log()[None], theirs.log()[None]), 1e-6
+    forward = generalized_jsd(*logs, beta=tiny, renormalize=True).item() / tiny
+    reverse = generalized_jsd(*logs, beta=1 - tiny, renormalize=True).item() / tiny
+    assert forward == pytest.approx(kl_of(theirs, ours).item(), abs=1e-5)
+    assert reverse == pytest.approx(kl_of(ours, theirs).item(), abs=1e-5)
+
+
+@each_form
 @each_divergence
-def test_divergences_widen_half_precision(divergence):
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_equal_policies_have_no_loss_and_no_gradient(divergence, size, renormalize):
+    logits, logprobs = learner()
+    loss = divergence(logprobs[None, :size], logprobs.detach()[None, :size], renormalize=renormalize)
+    assert loss.abs().item() < 1e-12
+    assert gradient(loss, logits).abs().max() < 1e-12
+
+
+@each_divergence
+def test_divergences_are_never_negative_grow_with_more_ids_and_widen_half_precision(divergence):
+    torch.manual_seed(0)
+    ours, theirs = (3 * torch.randn(2, 200, 10, dtype=torch.float64)).log_softmax(-1)
+    assert (divergence(ours[:, :4], theirs[:, :4], renormalize=True) >= -1e-12).all()
+    losses = [divergence(ours[:, :size], theirs[:, :size], renormalize=False) for size in range(1, 11)]
+    assert (losses[3] >= -1e-12).all()
+    assert all((more >= fewer - 1e-9).all() for fewer, more in itertools.pairwise(losses))
     ours, theirs = LOGITS.log_softmax(0)[None, :3].bfloat16(), TEACHER.log()[None, :3].bfloat16()
     loss = divergence(ours, theirs, renormalize=False)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(divergence(ours.double(), theirs.double(), renormalize=False).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
+@each_form
+@each_divergence
+def test_the_gradients_are_those_of_the_formulas(divergence, renormalize):
+    torch.manual_seed(0)
+    logits, theirs = torch.randn(2, 5, 6, dtype=torch.float64)
+    logits.requires_grad_()
+
+    def loss(values: torch.Tensor) -> torch.Tensor:
+        return divergence(values.log_softmax(-1)[:, :3], theirs.log_softmax(-1)[:, :3], renormalize=renormalize)
+
+    assert torch.autograd.gradcheck(loss, logits)
+
+
+@each_form
 @each_divergence
 def test_an_id_the_teacher_finds_impossible_is_no_trouble_and_only_the_learner_learns(divergence, renormalize):
     logits, logprobs = learner()
