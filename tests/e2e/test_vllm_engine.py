@@ -201,7 +201,8 @@ def test_an_engine_of_two_workers_is_one_member_of_broadcasts(
 ):
     # In eager mode, vLLM's CPU worker lacks the buffers between pipeline stages.
     config = VllmEngineConfig(max_num_seqs=64, enforce_eager=kind == "tensor", **{f"{kind}_parallel_size": 2})
-    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    for variable in ("VLLM_ENABLE_V1_MULTIPROCESSING", "TORCHDYNAMO_DISABLE"):
+        monkeypatch.delenv(variable, raising=False)
     with started("vllm", tmp_path, is_tied=is_tied, vllm=config) as rig:
         for seed in (1, 2, 3):
             publish_next(rig, seed=seed)
