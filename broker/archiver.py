@@ -3,7 +3,6 @@
 Consumes: the store's finished groups, oldest first; its step ledger.
 Produces: shards and a ledger in the archive folder; free space in the store; the gauges of the role `archiver`.
 Waits for: enough groups for a shard, at most `_FLUSH_S`.
-Woken by: its clock, every second.
 Invariant: the store forgets a group or step only after the archive, and the object store if configured, hold it. The
 archive takes each group once. Its ledger has a step only if a checkpoint covers it and its groups are archived.
 """

@@ -131,7 +131,7 @@ class Inspected(Message):
     versions: dict[str, str]
     """Library -> version on the broker's machine."""
     model: ModelFingerprint | None
-    """As in Welcome."""
+    """Weights of the model, as in Welcome."""
     schema_version: int = SCHEMA_VERSION
     time: float = 0.0
     """Broker's clock, seconds since 1970."""

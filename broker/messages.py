@@ -306,7 +306,7 @@ class Members(Message):
     """All connected generators, sent to the learner after its Hello and after every change."""
 
     generators: list[MemberState]
-    """Sorted by peer_id."""
+    """Generators, sorted by peer_id."""
 
 
 class OpenEpoch(Message):

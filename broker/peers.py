@@ -42,7 +42,7 @@ class Peer:
     heard_at: float
     """Time of its last message, seconds by the broker's clock."""
     status: Pong = _UNHEARD
-    """Newest Pong."""
+    """Newest Pong of the peer."""
     is_disconnected: bool = False
     """Whether the last ping could not be delivered."""
     guest: str = ""
@@ -246,9 +246,9 @@ class Departures:
 
 
 def send_drain_requests(store: Store, peers: Peers, *, send: Callable[[bytes, Message], bool]) -> None:
-    """Send the store's drain requests again, because a dying connection loses them.
+    """Send each drain request in the store, repeatedly, because a dying connection loses it.
 
-    Each ends when the generator drains or its deadline passes, and survives this broker.
+    The store keeps it, also if this broker ends, until the generator drains or its deadline passes.
     """
     if not (requests := store.requests("broker")):
         return

@@ -193,6 +193,7 @@ class Router:
             self._dispatch(peer, message, frames)
 
     def _answer_unreadable(self, identity: bytes, frames: Frames, refusal: RecordRefusedError) -> None:
+        """Quarantine an undecodable message and answer its sender."""
         self._log_limiter.log("frame_refused", refusal.reason, error=str(refusal))
         hello = decode_header(frames, HelloHeader)
         if hello:

@@ -34,7 +34,7 @@ class StoreCounts(Record):
     reusable: int
     """Used groups that may be sampled again."""
     accepted: int
-    """Trajectories ever stored."""
+    """Trajectories stored since the run began."""
     duplicates: int
     """Trajectories received again with the same checksum."""
     superseded: int

@@ -108,7 +108,7 @@ class Claim(Record):
     fence: int
     """Grows with every claim; commits with an older one are rejected."""
     group_ids: list[str]
-    """In sampling order."""
+    """Groups of the step, in sampling order."""
     weights: list[float] = []
     """Factor on each group's loss; empty: all 1."""
     reused: list[bool] = []
@@ -206,7 +206,7 @@ class RunState(Record):
     run_id: str
     phase: Phase
     step: int
-    """Last committed step."""
+    """Number of the last committed step."""
     version: int
     """Newest version that all members applied and verified."""
     announced_version: int

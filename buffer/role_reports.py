@@ -194,7 +194,7 @@ class StepTimes(Record):
     step_s: float
     """The sum of the learner's phases."""
     roles: list[RoleTimes]
-    """Learner first."""
+    """Times of each role, the learner's first."""
 
     def share(self, role: str, phase: str) -> float:
         return self.shares(role).get(phase, 0.0)

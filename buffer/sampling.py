@@ -128,7 +128,7 @@ class Candidate(Record):
     """Members with a reward."""
     reward_sum: float
     reward_squares: float
-    """Over answered members."""
+    """Sum of squared rewards over answered members."""
 
 
 class Queue(Record):

@@ -24,7 +24,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 def make_lease_id(group_id: str, attempt: int) -> str:
-    """`<group_id>-<attempt>`."""
+    """Build the id of a lease, `<group_id>-<attempt>`."""
     return f"{group_id}-{attempt}"
 
 
@@ -134,7 +134,7 @@ class TrajectoryHeader(Record):
     prompt_uid: str
     """Name of the dataset row."""
     num_tokens: Count
-    """Prompt and response."""
+    """Tokens of prompt and response."""
     written_tokens: Count
     oldest_version: Count
     """Oldest version that sampled a token."""

@@ -221,7 +221,7 @@ class CustomAdvantageConfig(AdvantageConfig, tag="custom"):
     """Keyword arguments of the function."""
 
 
-# msgspec decodes unions, not base classes. From here on, the name means any record above.
+# msgspec decodes unions, not base classes. From here on, the name means any of its records.
 AdvantageConfig = union_of(AdvantageConfig)
 
 
@@ -435,6 +435,6 @@ class M2poConfig(MaskConfig, tag="m2po"):
     """Largest mean of the squared log-ratios of the remaining tokens."""
 
 
-# msgspec decodes unions, not base classes. From here on, the names mean any record above.
+# msgspec decodes unions, not base classes. From here on, each name means any of its records.
 PolicyLossConfig = union_of(PolicyLossConfig)
 MaskConfig = union_of(MaskConfig)

@@ -109,4 +109,4 @@ class ClusterConfig(Config):
 
 
 LOCAL = ClusterConfig()
-"""A single machine."""
+"""Cluster settings of a run on a single machine."""

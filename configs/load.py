@@ -52,8 +52,8 @@ _TYPE_NAMES = {
 def load(overrides: list[str]) -> RunConfig:
     """Compose the presets with `overrides` (`a.b=c`, `group=option`). Raises ConfigError.
 
-    A recipe replaces the experiment's algorithm and filter, `learner.max_steps` the `learner.epochs` of a file, and the
-    cache's folder a GGUF file, which `prepare` converts.
+    A recipe replaces the experiment's algorithm and filter. `learner.max_steps` in `overrides` replaces a preset's
+    `learner.epochs`. A GGUF file in `model.path` becomes a folder in the cache, which `prepare` converts it into.
     """
     groups()  # registers the generated options before Hydra looks them up
     data = _compose(overrides)

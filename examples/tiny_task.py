@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AddedToken, GPT2Config, GPT2LMHeadModel, Qwen2Tokenizer
+from transformers import AddedToken, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase, Qwen2Tokenizer
 
 from slipstream.scripts.init_random_model import save_model
 from slipstream.scripts.make_digits_data import make_row, write_file, write_pair
@@ -24,7 +24,9 @@ def make_tokenizer(characters: str, *, texts: Sequence[str] = ()) -> Qwen2Tokeni
     return tokenizer
 
 
-def encode_demonstration(pieces: Sequence[tuple[str, bool]], *, tokenizer: Qwen2Tokenizer) -> dict[str, list[Any]]:
+def encode_demonstration(
+    pieces: Sequence[tuple[str, bool]], *, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, list[Any]]:
     """Encode one demonstration. Each piece is a text and whether the model learns to write it."""
     encoded = [(tokenizer.encode(text, add_special_tokens=False), is_model) for text, is_model in pieces]
     return {

@@ -60,8 +60,8 @@ def launch_ranks(
     On GPU machines, ranks divide the cores for an offloaded optimizer. On CPU machines, each gets one thread, because
     other roles need the rest. `OMP_NUM_THREADS` overrides both.
 
-    Exits with the code of the rank that failed first (torchrun's: 1), or with 75, for a restart by the
-    launcher, if a signal killed it.
+    Exits with the code of the rank that failed first (torchrun alone would exit with 1), or with 75, for a restart by
+    the launcher, if a signal killed it.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException

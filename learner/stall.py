@@ -59,7 +59,7 @@ class StallDetector:
         self._check_at = self._log_at = clock()
 
     def gauges(self) -> dict[str, str]:
-        """Thread-safe."""
+        """State of the wait, as gauges. Thread-safe."""
         return {"waits_for": self._waits_for, "dead_end": str(self._cause or "")}
 
     def begin(self, goal: str, *, waits_for: WaitsFor) -> None:

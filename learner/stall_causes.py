@@ -51,7 +51,7 @@ class Snapshot:
 
 
 def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) -> Snapshot:
-    """Raises StoreUnavailableError."""
+    """Read the state of run and roles from the store. Raises StoreUnavailableError."""
     counts, gauges, version = store.counts(), store.roles(), store.run_state().announced_version
     roles = role_statuses(gauges, run=run, now=store.now(), announced_version=version)
     generators = tuple(role for role in roles if role.role == "generator")

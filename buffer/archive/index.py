@@ -70,7 +70,7 @@ class Manifest(NamedTuple):
     ledger: ShardEntry | None
     """Newest ledger entry; None before the first step, and in old archives."""
     content: bytes
-    """Complete lines."""
+    """Complete lines only."""
     unnamed: set[str]
     """Shards without a line: at most one, after a crash."""
     is_cut: bool

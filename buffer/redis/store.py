@@ -256,7 +256,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         return StoreCounts(**numbers, **dict(zip(names, tables, strict=True)))  # type: ignore[arg-type]
 
     def now(self) -> float:
-        """Store's clock, seconds."""
+        """Return the time of the store's clock, seconds."""
         if self._clock is not None:
             return self._clock()
         seconds, microseconds = self._call(self._client.time)

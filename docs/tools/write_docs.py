@@ -159,7 +159,7 @@ def _describe(expected: Type) -> str:
 
 
 def _describe_number(expected: IntType | FloatType) -> str:
-    """`0 < number <= 1`."""
+    """Describe the bounds of a number: `0 < number <= 1`."""
     name = "integer" if isinstance(expected, IntType) else "number"
     low = f"{expected.ge} ≤ " if expected.ge is not None else f"{expected.gt} < " if expected.gt is not None else ""
     high = f" ≤ {expected.le}" if expected.le is not None else f" < {expected.lt}" if expected.lt is not None else ""

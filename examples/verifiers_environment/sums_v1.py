@@ -44,7 +44,7 @@ class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
     """Distinct sums of two numbers from 10 to 49."""
 
     def load(self):
-        """Yield the sums."""
+        """Yield each sum as a task with its answer."""
         pairs = list(itertools.product(range(10, 50), repeat=2))
         for a, b in random.Random(self.config.seed).sample(pairs, self.config.size):
             yield SumTask(SumData(prompt=f"what is {a} + {b}?", answer=str(a + b)), self.config.task)

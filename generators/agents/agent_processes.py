@@ -84,7 +84,7 @@ class EnvironmentLoop(AgentLoop):
             await asyncio.gather(self._serving, return_exceptions=True)
 
     async def run(self, episode: Episode) -> None:
-        """Raises GeneratorError, EnvironmentDiedError."""
+        """Play one answer in the environment. Raises GeneratorError, EnvironmentDiedError."""
         await self.start()
         assert self._ready is not None
         await asyncio.shield(self._ready)

@@ -141,7 +141,10 @@ class Session:
         return await self._write(context, observed, messages=messages, max_tokens=max_tokens, stop=stop)
 
     async def complete(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Written:
-        """Continue the context of the first tokens, or a new one. Raises NoRoomError, PromptError, EngineError."""
+        """Continue the longest idle context that `token_ids` begins with, or begin one.
+
+        Raises NoRoomError, PromptError, EngineError.
+        """
         context = Context(Transcript([]), None, 0)
         for one in self._contexts:
             known = one.transcript.token_ids

@@ -62,7 +62,7 @@ class EngineLoad(Record):
     num_preempted: int = 0
     """Since start."""
     num_open: int = 0
-    """Unanswered requests."""
+    """Requests without an answer yet."""
     num_steps: int = 0
     """Since start."""
 
@@ -91,7 +91,7 @@ class Engine(Protocol):
         """Sample like `generate`, but without waiting for open requests. Raises EngineError."""
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """`prompt_scores(token_ids).own`. Raises EngineError."""
+        """Log-probabilities of the prompt's own tokens (`prompt_scores(token_ids).own`). Raises EngineError."""
 
     async def prompt_scores(self, token_ids: list[int]) -> PromptScores:
         """Score each token given the tokens before it. Raises EngineError."""
@@ -134,7 +134,7 @@ class ScriptedEngine:
         self.version = -1
 
     async def start(self) -> None:
-        """No-op."""
+        """No-op: no process and no model exist."""
 
     async def generate(
         self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Stop = (), images: Images = ()
@@ -166,7 +166,7 @@ class ScriptedEngine:
         return PromptScores(own, own)
 
     async def prepare(self, update: Update, received: HostBuckets) -> None:
-        """No-op."""
+        """No-op: a version changes no weights."""
 
     async def switch(self, update: Update) -> float:
         canaries = zip(update.canary_token_ids, update.canary_logprobs, strict=True)
@@ -178,10 +178,10 @@ class ScriptedEngine:
         return EngineLoad()
 
     async def check_health(self) -> None:
-        """No-op."""
+        """No-op: no process can die."""
 
     async def stop(self) -> None:
-        """No-op."""
+        """No-op: no process needs to end."""
 
     def _script(self, seed: int) -> list[int]:
         rng, config = random.Random(seed), self._config

@@ -63,7 +63,7 @@ class FunctionEnvironment:
         self._arguments = arguments
 
     async def open(self) -> None:
-        """No-op."""
+        """No-op: a function needs no setup."""
 
     def tasks(self, number: int) -> list[dict[str, Any]]:
         """Empty: rows come from the user's dataset."""
@@ -79,7 +79,7 @@ class FunctionEnvironment:
 
 
 def load(environment: str, arguments: dict[str, Any], max_turns: int) -> Any:
-    """Build an environment."""
+    """Build an environment from its arguments."""
     # The user's modules are in the working directory.
     sys.path.append(str(Path.cwd()))
     if ":" in environment:

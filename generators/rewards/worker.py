@@ -69,7 +69,7 @@ SIGNAL_EXIT = 128
 
 
 def frame(record: RewardConfig | Request | Reply | int | str) -> bytes:
-    """Encode a record."""
+    """Encode a record with its length before it."""
     body = _encode(record)
     return _LENGTH.pack(len(body)) + body
 

@@ -103,7 +103,7 @@ def to_rows(values: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequ
 
 
 def from_rows(rows: Float[Tensor, "S L"], sequences: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Inverse of `to_rows`."""
+    """Flatten rows without their padding; the inverse of `to_rows`."""
     return rows[sequences, indices_in_rows(sequences, num_sequences=len(rows))]
 
 

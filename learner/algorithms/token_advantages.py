@@ -113,7 +113,7 @@ def gae(
 def generalized_advantages(
     inputs: AdvantageInputs, *, gamma: float, lam: float | Float[Tensor, "B"]
 ) -> Float[Tensor, "N"]:
-    """A_t of `gae`."""
+    """Compute A_t of `gae`."""
     sequences, num_sequences = inputs.sequences, inputs.num_sequences
     rewards = segments.to_rows(inputs.token_rewards, sequences, num_sequences=num_sequences)
     expected = segments.to_rows(known(inputs.values), sequences, num_sequences=num_sequences)

@@ -242,7 +242,7 @@ def _positions(members: Sequence[_Member]) -> dict[str, Tensor]:
 
 
 def _turn_rewards(members: Sequence[_Member], sequences: np.ndarray, turns: np.ndarray) -> Tensor | None:
-    """`Tokens.turn_rewards`."""
+    """Compute `Tokens.turn_rewards`."""
     earned = [member.trajectory.reward.turns for member in members]
     if not any(earned):
         return None
@@ -255,7 +255,7 @@ def _turn_rewards(members: Sequence[_Member], sequences: np.ndarray, turns: np.n
 
 
 def _observations(members: Sequence[_Member]) -> Tensor:
-    """`Tokens.observations`."""
+    """Compute `Tokens.observations`."""
     columns = []
     for trajectory, trained in ((member.trajectory, member.trained) for member in members):
         # Runs of one kind of token. A turn answers the run before it, because contexts start with prompts.

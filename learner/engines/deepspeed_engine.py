@@ -150,7 +150,7 @@ class ShardedModel(ModelEngine[M]):
 
 
 class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):
-    """TrainEngine on DeepSpeed."""
+    """TrainEngine whose model and optimizer are DeepSpeed's."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ class Trainable(Protocol):
         """
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Each parameter once."""
+        """Parameters, tied ones once."""
 
     @property
     def saved_names(self) -> CheckpointNames:

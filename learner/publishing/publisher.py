@@ -9,7 +9,6 @@ within bounds. Failed members leave the epoch until their backoff ends.
 BackgroundPublisher: publishes versions while training continues.
 
 Produces: announced and committed versions in the store.
-Waits for: nothing in `publish`, which copies the weights.
 Invariant: one version is in flight and at most one, the newest, is queued, in two sets of buckets. Only the
 synchronizing thread uses the publisher.
 """

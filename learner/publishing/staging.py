@@ -148,7 +148,7 @@ class Staged:
     """
 
     def __init__(self, update: Update, memory: SharedBuckets, *, pull: Callable[[], None] | None = None) -> None:
-        """`pull` fills `memory`."""
+        """`pull` copies the weights into `memory`."""
         self.version = update.version
         self.memory = memory
         """Mapped by generators on this machine, and overwritten after all have answered."""

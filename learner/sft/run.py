@@ -1,7 +1,5 @@
 """SftRun: supervised fine-tuning from the first step to the final model.
 
-Consumes: demonstrations, read by every rank.
-Produces: checkpoints, metrics, the final and the best model.
 Invariant: a step's demonstrations depend only on seed and step number, so a resumed run continues bit for bit and all
 ranks agree.
 
@@ -177,7 +175,7 @@ def _pair_samples(pairs: Sequence[Pair]) -> list[Sample]:
 
 
 def count_tokens(demonstrations: Sequence[Demonstration]) -> int:
-    """Trained tokens."""
+    """Count the tokens to learn."""
     return sum(len(demonstration.trained) for demonstration in demonstrations)
 
 

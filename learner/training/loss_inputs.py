@@ -214,7 +214,7 @@ def learning_rate_scale(batch: Batch) -> float:
 
 
 def describe_advantages(batch: Batch) -> dict[str, float]:
-    """`learner/advantage_...` metrics."""
+    """Compute the `learner/advantage_...` metrics."""
     advantages = known(batch.tokens.advantages)
     if not len(advantages):
         return {f"learner/advantage_{name}": 0.0 for name in ("mean", "std", "zero_fraction")}

@@ -194,6 +194,7 @@ class Objective:
         if self._config.proximal == "generator":
             return tokens.generator_logprobs
         if self._config.proximal == "interpolate":
+            # Lags relative to the start of the step, which produces version 1.
             alpha = importance.interpolation(tokens.lags)
             return importance.loglinear(tokens.generator_logprobs, learner_logprobs, alpha=alpha)
         if self._config.proximal == "reuse" or tokens.start_logprobs is None:

@@ -198,7 +198,7 @@ class ValueModel(nn.Module):
         return self.trunk.config.get_text_config().vocab_size
 
     def forward(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """`values`, float32[N]."""
+        """Return `values`, float32[N], at the trained tokens."""
         values = self.head(self._hidden(self.group.take(microbatch))).squeeze(-1)
         return self.group.gather({"values": values}, microbatch)
 

@@ -94,7 +94,7 @@ def lag_buckets(lags: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
 
 
 def no_counts() -> Counts:
-    """Counts without tokens."""
+    """Counts of a step without tokens."""
     sizes = (len(TOKEN_SUMS), len(TRAJECTORY_SUMS), len(MAXIMA))
     tokens, trajectories, maxima = (torch.zeros(size, len(LAG_BUCKETS), dtype=torch.float64) for size in sizes)
     return Counts(tokens, trajectories, maxima - math.inf)
@@ -199,7 +199,7 @@ def describe(counts: Counts) -> dict[str, float]:
 
 
 def describe_by_lag(counts: Counts) -> dict[str, float]:
-    """`<bucket>/<name>` -> metric."""
+    """Compute metrics per bucket of lags: `<bucket>/<name>` -> metric."""
     return {
         f"{bucket}/{name}": value
         for index, bucket in enumerate(LAG_BUCKETS)

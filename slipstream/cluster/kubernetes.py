@@ -132,7 +132,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def dump(document: Manifest) -> str:
-    """Manifest as YAML."""
+    """Encode a manifest as YAML."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120)
 
 

@@ -96,7 +96,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Available memory."""
+    """Memory that a machine has for a run."""
 
     host_gib: float
     gpus: int = 0

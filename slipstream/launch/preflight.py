@@ -211,7 +211,7 @@ def try_rewards(run: RunConfig, dataset: Dataset) -> None:
         truth = row.ground_truth if isinstance(row.ground_truth, str) else json.encode(row.ground_truth).decode()
         answers = {text: [0] for text in (_MADE_UP, truth)}
         for text in answers:
-            # Bare, for characters that the tokenizer lacks.
+            # A tokenizer that lacks these characters may raise a bare Exception; [0] then stands for the text.
             with suppress(Exception):
                 answers[text] = list(tokenizer.encode(text).ids) if tokenizer else [0]
         for answer, reward in asyncio.run(_score(config, row, answers)).items():

@@ -28,7 +28,7 @@ class Answer(Record):
 
     headline: str
     findings: list[Finding] = []
-    """Most important first."""
+    """Findings, the most important first."""
     facts: list[str] = []
     """Additional measurements, one line each."""
     note: str = ""

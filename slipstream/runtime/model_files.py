@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+# Not `from`: it imports parts on access, which saves 0.25 s.
 import huggingface_hub
 import msgspec
 import structlog

@@ -18,9 +18,9 @@ from tests.unit.learner.test_every_algorithm import SETTINGS
 DEADLINE_S = 900.0
 FEW = ["loss-ppo_clip", "advantage-gae", "advantage-prime", "loss-gspo-token", "loss-clip_cov"]
 FEW += ["m2po", "rejected", "normalized", "kl-full", *SPECIAL]
-FEW_SLICED = ["loss-gspo-token", "advantage-gae", "distil-forward_kl_topk", "sft"]
+FEW_SLICED = ["loss-gspo-token", "advantage-gae", "advantage-prime", "kl-full", "distil-forward_kl_topk", *SUPERVISED]
 FEW_SLICED += ["family-gemma3_text", "family-qwen3_moe"]
-"""Losses of whole sequences, a second model, values that pass between ranks, and windows."""
+"""Losses of whole sequences, a second model of each kind, values that pass between ranks, and windows."""
 SLICED_FAMILIES = [
     f"family-{name}"
     for name, (kind, _) in FAMILIES.items()

@@ -9,6 +9,7 @@ import pytest
 from slipstream.broker import archiver as archiver_module
 from slipstream.broker.archiver import ArchiverThread
 from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.shards import ShardWriter
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
@@ -101,6 +102,16 @@ def test_the_archiver_waits_for_a_killed_store_with_a_reason(server, store, tmp_
     assert archiver.stop(timeout_s=10)
     assert groups_in(tmp_path) == [group for group in first + second for _ in range(2)]
     assert audited(connect_to(server), tmp_path).is_sound
+
+
+def test_a_second_archiver_waits_until_the_first_has_ended(server, store, tmp_path):
+    other = ShardWriter(tmp_path)
+    archiver = start_archiver(server, tmp_path)
+    retire(store, step=1, count=2)
+    until(lambda: "must have one writer" in archiver.status().reason, what="the archiver to say why it waits")
+    other.close()
+    until(lambda: archiver.status().groups == 2, what="the shard")
+    assert archiver.stop(timeout_s=10)
 
 
 def test_stopping_ends_also_when_the_store_is_gone(server, store, tmp_path):

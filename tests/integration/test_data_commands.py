@@ -11,8 +11,9 @@ from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward
-from slipstream.configs.buffer import ZeroAdvantageConfig
+from slipstream.configs.buffer import ReuseConfig, ZeroAdvantageConfig
 from slipstream.configs.run import RunConfig
 from slipstream.observe.catalog.catalog import Catalog, CatalogQuery, open_catalog
 from slipstream.observe.catalog.sources import StoreSource
@@ -167,6 +168,22 @@ def test_verify_prints_the_sums_and_ends_with_exit_code_1_if_something_is_lost(s
     code, lines = run(capsys, "verify", *where(config))
     assert code == 1
     assert f"lost={GROUP_SIZE} duplicated=0 skipped_prompts=0" in lines
+
+
+def test_groups_used_again_are_listed_with_all_their_steps(server, config, capsys):
+    opened = RedisStore(connect(server.url), "mine")
+    open_run(opened, config_json=msgspec.json.encode(config).decode(), max_uses=2)
+    make_ready(opened, 1)
+    for step in (1, 2):
+        commit(opened, claim(opened, step, 1, rules=SamplingRules(reuse=ReuseConfig(max_uses=2))))
+    make_ready(opened, 1)
+    claim(opened, 3, 1)
+    opened.close()
+    _, lines = run(capsys, "ls", *where(config))
+    assert sorted(line.split()[3:7] for line in lines[1:]) == [
+        ["claimed", "12", "0", "test"],
+        ["used", "12", "0", "1,2"],
+    ]
 
 
 def outcomes(catalog: Catalog) -> list[tuple[str, str]]:

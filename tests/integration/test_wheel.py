@@ -66,8 +66,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in tracked():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, folder / path, follow_symlinks=False)
-    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org", "-c", "commit.gpgsign=false")
-    for words in (("init",), ("add", "."), (*who, "commit", "--message=all"), ("tag", f"v{VERSION}")):
+    identity = ("-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "commit.gpgsign=false")
+    for words in (("init",), ("add", "."), (*identity, "commit", "--message=all"), ("tag", f"v{VERSION}")):
         call(folder, "git", *words)
     return folder
 

@@ -45,7 +45,7 @@ from slipstream.generators.engines.vllm.process import (
     start_llm,
     stop_llm,
 )
-from slipstream.generators.engines.vllm.weights import ADAPTER, LoadOrder, Outcome, check_experts, describe
+from slipstream.generators.engines.vllm.weights import ADAPTER, LoadOrder, Outcome, adapter_settings, check_adapter_fits
 from slipstream.generators.errors import EngineDiedError, EngineError, EngineStartError, UnverifiedWeightsError
 from slipstream.runtime.clock import Deadline
 from slipstream.runtime.images import VisionModel, takes_images
@@ -119,7 +119,7 @@ class VllmEngine:
                 raise no_routers(module)
             self._routed_layers = [router.layer for router in routers]
         if self._model.lora:
-            check_experts(module)
+            check_adapter_fits(module)
         arguments = engine_arguments(
             self._model,
             self._config,
@@ -192,7 +192,7 @@ class VllmEngine:
     async def prepare(self, update: Update, received: HostBuckets) -> None:
         """Also raises EngineError if the engine does not answer."""
         check_layout(update.slots, self._names, dtype=self._model.dtype)
-        lora = describe(self._model.lora)
+        lora = adapter_settings(self._model.lora)
         order = LoadOrder(received.path, update.bucket_bytes, update.slots, self._names.tied, lora=lora)
         await self._call(self._running.collective_rpc("prepare_weights", args=(msgspec.msgpack.encode(order),)))
         deadline = Deadline(self._loading_s(update), what="the engine to load the weights")

@@ -335,7 +335,7 @@ def lora_arguments(lora: LoraConfig | None, *, targets: Sequence[str]) -> dict[s
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": list(targets)}
 
 
-def check_experts(module: Any) -> None:
+def check_adapter_fits(module: Any) -> None:
     """Raise EngineError for a mixture-of-experts model on a CPU."""
     if current_platform.is_cpu() and find_routers(module):
         raise EngineError(
@@ -344,7 +344,7 @@ def check_experts(module: Any) -> None:
         )
 
 
-def describe(lora: LoraConfig | None) -> dict[str, Any]:
+def adapter_settings(lora: LoraConfig | None) -> dict[str, Any]:
     """Settings in peft's format; empty without an adapter."""
     return {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": []} if lora else {}
 

@@ -30,7 +30,7 @@ _FAILED = 1
 _ANSWER_TIMEOUT_S = 10.0
 _BANDWIDTH_S = 5.0
 _AHEAD = 8
-"""Requests in flight."""
+"""Requests in flight at a time."""
 
 
 def report(findings: Sequence[Result], *, is_json: bool) -> None:

@@ -116,7 +116,7 @@ def find_all(subject: Subject) -> list[Result]:
         except TimeoutError:
             reason = f"no answer within {check.timeout_s:g} s"
             findings.append(Result(check.name, "fail", reason, fix=_DEAD_MOUNT))
-        # Ours, or a fault that the check did not expect, such as an exit.
+        # An error of ours explains itself; any other, such as an exit, is shown with its type.
         except (Exception, SystemExit) as error:
             kind = (
                 "" if isinstance(error, ConfigError | BrokerError | ReplayBufferError) else type(error).__name__ + ": "

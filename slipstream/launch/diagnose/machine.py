@@ -213,7 +213,7 @@ _PLAN = "`slipstream plan` shows what each process takes"
 
 
 def check_hardware() -> Result:
-    """Describe the machine."""
+    """Describe processor and memory; a single core is too few."""
     model = re.search(r"^model name\s*:\s*(.*)$", read_text(_CPU_INFO), re.MULTILINE)
     cores, total = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
     name = model[1] if model else platform.processor()

@@ -63,7 +63,7 @@ _PARTS: dict[str, tuple[Callable[[], Result], str]] = {
 
 
 def main() -> None:
-    """Try all parts."""
+    """Try all parts; print a line of JSON for each."""
     for name, (part, fix) in _PARTS.items():
         try:
             # Libraries may print to stdout.

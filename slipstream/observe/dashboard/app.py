@@ -133,7 +133,7 @@ def make_app(runs: Runs, *, token: str, hosts: Iterable[str], cookie: str) -> St
 
 
 class Dashboard:
-    """Request handlers."""
+    """The dashboard's request handlers."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs

@@ -227,7 +227,7 @@ def test_what_is_sent_beyond_the_credit_is_reported(watch: Watch):
 @cases(
     "act",
     lambda kept: kept.acknowledge(["a"]),
-    # A broker that was replaced gets again what was sent to the one before; what was put off is due in time.
+    # Trajectories sent to the previous broker are sent to a new one; deferred ones become due.
     lambda kept: kept.welcome(make_welcome("second")),
     lambda kept: kept.reject(Nack("a", "store_full", False, retry_after_s=0.0)),
 )

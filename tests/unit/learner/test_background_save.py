@@ -165,6 +165,17 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+def test_rank_0_says_whose_files_it_waits_for(tmp_path):
+    first, second = (make_saver(tmp_path, rank) for rank in (0, 1))
+    start(first, 1)
+    await_rank_1(first)
+    assert not (tmp_path / "step-1").exists()
+    start(second, 1)
+    first.flush()
+    assert first.reason == ""
+    assert (tmp_path / "step-1").is_dir()
+
+
 class Held(StorageWait):
     def __init__(self) -> None:
         super().__init__(0)

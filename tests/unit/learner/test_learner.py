@@ -207,6 +207,14 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_exported_uploaded_and_out
     assert (folder.best_model / "step").read_text() == "4"
 
 
+def test_the_status_names_the_upload_that_the_object_store_blocks(run: RunConfig):
+    ranks = FakeRanks(RunFolder(run))
+    learner = make_learner(run, make_store(), ranks, FakePublisher)
+    ranks.storage_reason = "waiting 9 s of 1800 s for s3://bucket/run/checkpoints/step-1/state.json: AWS Error"
+    status = learner.status()
+    assert (status.reason, status.gauges["waits_for"]) == (ranks.storage_reason, "storage")
+
+
 def test_evaluation_only_trains_nothing(run: RunConfig):
     run = msgspec.structs.replace(run, mode="evaluate")
     store = make_store()

@@ -130,6 +130,18 @@ def test_every_role_has_help_with_settings_that_exist(role):
     assert_settings_exist(printed)
 
 
+def test_programs_are_named_as_a_shell_finds_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / ".venv" / "bin" / "slipstream"
+    own.parent.mkdir(parents=True)
+    own.touch(mode=0o755)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert program.as_typed(str(own)) == ".venv/bin/slipstream" == program.as_typed(".venv/bin/slipstream")
+    assert program.as_typed("/opt/slipstream") == "/opt/slipstream"
+    monkeypatch.setenv("PATH", str(own.parent))
+    assert program.as_typed(str(own)) == "slipstream"
+
+
 @pytest.mark.parametrize("program", [["run_async.py"], ["-m", "slipstream"]])
 def test_every_way_to_start_it_is_the_same_program(program):
     printed = run([sys.executable, *program, "stat"], code=2)
@@ -142,10 +154,10 @@ def test_the_version_is_the_newest_tag_and_without_git_that_of_the_sdist_or_unkn
     (tmp_path / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: slipstream\nVersion: 7.8.9\n")
     assert get_version(tmp_path) == "7.8.9"
     (tmp_path / "PKG-INFO").unlink()
-    who = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.org", "-c", "commit.gpgsign=false"]
+    identity = ["-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "commit.gpgsign=false"]
 
     def git(*words: str) -> None:
-        subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, timeout=20)
+        subprocess.run(["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True, timeout=20)
 
     git("init", "--quiet")
     git("add", ".")

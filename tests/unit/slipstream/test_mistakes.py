@@ -13,10 +13,12 @@ from slipstream.configs.schema import NO_SETTING, groups, peer_advice, peer_name
 from tests.tiny_model import make_tiny_model
 
 ANSWERED = '"answer": "2"}\n'
+ASKED = '{"prompt": [{"role": "user", "content": "1+1="}'
 FILES = {
     "train.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n',
     "heldout.jsonl": '{"prompt": "2+2=", "answer": "4"}\n',
-    "messages.jsonl": '{"prompt": [{"role": "user", "content": "1+1="}], ' + ANSWERED,
+    "messages.jsonl": f"{ASKED}], {ANSWERED}",
+    "answered.jsonl": f'{ASKED}, {{"role": "assistant", "content": "2"}}], {ANSWERED}',
     "long.jsonl": '{"prompt": "2+2=", "answer": "4"}\n{"prompt": "1+1+1+1+1+1+1+1+1=", "answer": "9"}\n',
     "fake.parquet": "no parquet",
     "notes.txt": "no rows\n",
@@ -105,6 +107,7 @@ data.train=.                                . must be a file of prompts
 data.train=fake.parquet                     fake.parquet must be Parquet
 data.train=notes.txt                        notes.txt must be Parquet, or by its extension CSV (.csv) or JSON (.jsonl
 data.train=no_prompt.jsonl                  got only text_in, answer: name the column of your file with data.columns
+data.train=answered.jsonl                   got the model's own turn at the end: '2'; remove that message.
 data.train=no_answer.jsonl                  got only prompt: name the column of your file with data.columns.ground
 data.columns.prompt=question                `question` must be filled, got only prompt, answer
 "data.columns={question: prompt}"           data.columns must name columns for prompt, ground_truth

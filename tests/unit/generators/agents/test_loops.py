@@ -67,6 +67,13 @@ def test_what_cannot_be_stored_is_refused_where_the_loop_runs(field: str, value:
     unpack(encode(trajectory))
 
 
+@pytest.mark.parametrize(("stop", "used"), [("</a>", ("</a>",)), (["", "b"], ("b",))])
+def test_a_text_that_ends_a_turn_may_stand_alone(stop: str | list[str], used: tuple[str]):
+    stops: list[Any] = []
+    play(custom("ended", arguments={"stop": stop}), ["42"], inspect=lambda engine, _: stops.extend(engine.stops))
+    assert stops == [used]
+
+
 def test_a_fault_of_the_engine_is_not_the_agents(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(WritingEngine, "generate", broken_engine)
     with pytest.raises(EngineError, match="request 0-0-1 failed: TypeError: no such argument"):

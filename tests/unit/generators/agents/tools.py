@@ -109,6 +109,10 @@ async def failing(episode: Episode, *, how: str) -> None:
             episode.turn_rewards += [1.0, 2.0]
 
 
+async def ended(episode: Episode, *, stop: Any) -> None:
+    await episode.generate(stop=stop)
+
+
 async def unhurried(episode: Episode) -> None:
     await episode.generate()
     episode.observe("so " * 30)

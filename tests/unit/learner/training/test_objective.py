@@ -413,6 +413,16 @@ def test_weights_by_hand(settings, weights, is_bounded):
 LOW, HIGH = (RejectionConfig(statistic="k1", over="token", **bound) for bound in ({"low": 0.5}, {"high": 2.0}))
 
 
+def test_weights_are_the_proximal_policys_and_rejections_the_learners():
+    entry = RejectionConfig(over="token", high=2.0)
+    found = corrected(learner_log_ratio=torch.zeros(4), level="token", max_weight=2.0, reject=[entry], veto=(0.5, 2.0))
+    assert found.weights.tolist() == [1, 2, 0.25, 1]
+    assert found.is_kept.all()
+    found = corrected(torch.zeros(4), learner_log_ratio=DRIFT, level="token", reject=[entry])
+    assert found.weights.tolist() == [1, 1, 1, 1]
+    assert found.is_kept.tolist() == [True, False, True, True]
+
+
 @cases(
     "reject, veto, kept",
     # A token stays when every entry keeps it.

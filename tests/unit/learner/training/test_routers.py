@@ -154,6 +154,15 @@ def test_the_checkpoints_own_coefficient_is_used_if_asked(tmp_path: Path):
     assert trainer._aux_loss_coefficient == trainer.engine.model.causal_lm.config.router_aux_loss_coef == 0.001
 
 
+def test_the_loss_evens_the_experts_out_with_the_checkpoints_own_coefficient_if_asked(tmp_path: Path):
+    trainer = make_trainer(moe_run(tmp_path, router_aux_loss="checkpoint"))
+    assert trainer._aux_loss_coefficient == trainer.engine.model.causal_lm.config.router_aux_loss_coef == 0.001
+    learner = {"optimizer": msgspec.convert({"learning_rate": 3e-3}, type(make_run("x").learner.optimizer))}
+    trainer = make_trainer(moe_run(tmp_path, learner=learner, router_aux_loss=10.0))
+    first, *_, last = (trainer.step(make_groups(), learner_version=0, step=step) for step in range(1, 13))
+    assert last["learner/expert_entropy"] > first["learner/expert_entropy"] + 0.02
+
+
 def logprobs(policy: Policy, groups: list[list[Trajectory]], layout: Layout, *, is_replayed: bool) -> torch.Tensor:
     members = members_of(groups)
     samples = make_samples(members)

@@ -82,6 +82,28 @@ def test_a_step_reports_and_moves_the_critic_and_the_first_loss_is_half_the_mean
     assert metrics["learner/critic_explained_variance"] == 0
 
 
+def make_predictable(seed):
+    """Rewards depend on two of the tokens, so they are predictable from then on."""
+    random = np.random.default_rng(seed)
+    groups = []
+    for group in range(2):
+        answers = [tuple(random.choice([5, 30], size=4).tolist()) for _ in range(8)]
+        rewards = [1.0 * (answer[0] == 30) + 0.5 * (answer[1] == 30) for answer in answers]
+        pairs = enumerate(zip(answers, rewards, strict=True))
+        groups.append([make_response(group, i, response=answer, reward=reward) for i, (answer, reward) in pairs])
+    return groups
+
+
+def test_values_come_to_predict_returns_that_can_be_predicted(tmp_path):
+    critic = {"warmup_steps": 40, "optimizer": configs.CriticOptimizerConfig(learning_rate=3e-3)}
+    trainer = make_trainer(make_critic_run(tmp_path, critic=critic, learner={"max_steps": 40}))
+    metrics = [trainer.step(make_predictable(step), learner_version=0, step=step + 1) for step in range(40)]
+    explained = [row["learner/critic_explained_variance"] for row in metrics]
+    assert abs(explained[0]) < 0.05
+    # The first of four tokens reveals nothing yet, the second a fifth, so at most 0.7 can be explained.
+    assert np.mean(explained[-5:]) > 0.5
+
+
 def test_the_clip_holds_values_that_an_earlier_update_of_the_step_has_moved(tmp_path):
     def second_step(clip):
         critic = {"value_clip": clip, "optimizer": configs.CriticOptimizerConfig(learning_rate=3e-3)}

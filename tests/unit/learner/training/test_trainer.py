@@ -172,6 +172,21 @@ TORCH = TorchEngineConfig()
 ENGINES = {"torch": TORCH, "zero-2": RECOMPUTING, "zero-3": zero(3)}
 
 
+def test_recomputing_and_reusing_the_proximal_policy_agree_and_the_reference_holds_the_learner_back(tmp_path):
+    path, batches = make_model(tmp_path), [make_groups(seed=i) for i in range(2)]
+    results = [train(make_run(path, algorithm=AlgorithmConfig(proximal=p)), batches) for p in ("recompute", "reuse")]
+    assert results[0][0] == results[1][0]
+    assert largest_difference(results[0][1], results[1][1]) == 0
+    path, batches = make_model(tmp_path), [make_groups(seed=0)] * 8
+    learner, divergence = {"optimizer": OptimizerConfig(learning_rate=3e-3), "max_steps": 8}, {}
+    for coefficient in (0.001, 3.0):
+        algorithm = AlgorithmConfig(kl=KlConfig(coefficient))
+        metrics, _ = train(make_run(path, learner=learner, algorithm=algorithm), batches)
+        assert metrics[0]["learner/reference_kl"] == 0
+        divergence[coefficient] = metrics[-1]["learner/reference_kl"]
+    assert 0 <= divergence[3.0] < 0.5 * divergence[0.001]
+
+
 def make_lora_run(path, *, engine=TORCH, kl=0.0, estimator="k3", **lora):
     return make_run(
         path,

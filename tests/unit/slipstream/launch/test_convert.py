@@ -20,7 +20,7 @@ from slipstream.buffer.durable_files import find_damage
 from slipstream.buffer.records import StoredGroup
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.base import ConfigError
-from slipstream.configs.data import LoraConfig, ModelConfig
+from slipstream.configs.data import LoraConfig, ModelConfig, ReplayConfig
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.functions import position_match
 from slipstream.generators.rewards.reward import RewardInput
@@ -273,6 +273,13 @@ def test_a_failing_function_gives_a_failed_reward_and_not_zero(prompts, groups):
     rewards = rewards_of(groups, prompts, f"{HERE}:unwilling")
     assert [(reward.status, reward.total) for reward in rewards] == [("error", 0.0), ("ok", 0.25), ("ok", 0.0)]
     assert "ValueError: no good" in rewards[0].detail
+
+
+def test_a_reward_is_named_by_its_path_or_by_its_fields() -> None:
+    assert ReplayConfig().reward is None
+    assert ReplayConfig(rescore="mine:strict").reward == RewardConfig(function="mine:strict")
+    config = msgspec.convert({"rescore": {"function": "mine:strict", "timeout_s": 1}}, ReplayConfig)
+    assert config.reward == RewardConfig(function="mine:strict", timeout_s=1.0)
 
 
 def test_several_ranks_are_ended_in_order_by_a_stop_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,7 @@ import pytest
 from slipstream.broker.archiver import Archiver
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.cluster import observers
-from slipstream.cluster.observers import check_observers, role_of
+from slipstream.cluster.observers import Observers, check_observers, role_of
 from slipstream.configs.base import ConfigError
 from slipstream.configs.broker import LoggingConfig
 from slipstream.configs.buffer import ArchiveConfig
@@ -383,3 +383,17 @@ def test_a_logger_of_ones_own_is_accepted_and_one_named_twice_or_a_port_that_is_
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"metrics.prometheus_port must be free .* got {port}"):
             check_observers(make_run(metrics={"prometheus_port": port}))
+
+
+def test_an_observer_that_keeps_dying_is_given_up_and_ends_nothing(tmp_path):
+    run = make_run(name="nowhere", runs_dir=str(tmp_path), logging={"backends": ["tensorboard"]})
+    found = Observers(run, logs=tmp_path)
+    found.start()
+    (process,) = found._processes
+    # It finds no run folder, which is its own verdict.
+    while process.is_running:
+        pass
+    (sentence,) = found.poll()
+    assert "the run continues without logger-tensorboard" in sentence
+    assert found.poll() == []
+    assert found.stop() == []

@@ -16,6 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
 from slipstream.buffer.accounting import StoreMemory
 from slipstream.configs.base import ConfigError
@@ -26,7 +27,7 @@ from slipstream.observe.exporter.families import FAMILIES, Context, family_of, m
 from slipstream.observe.exporter.spans import ID, read_spans, send_trace
 from slipstream.observe.metrics_rows import Health, MetricsTable, read_tail
 from slipstream.observe.plot import draw, plot_run, running_mean
-from slipstream.observe.terminal import verdict
+from slipstream.observe.terminal import draw_results, verdict
 from slipstream.runtime.trace import MARKS, SPANS, Trace, merge
 from tests.builders import make_run
 from tests.cases import cases
@@ -35,7 +36,11 @@ from tests.recorded_run import append_rows, make_row
 
 FINAL = "final evaluation on 512 prompts: accuracy"
 GOALS, MISSED = {"sampled": 0.9, "greedy": 0.95}, "goal not reached after 30 steps"
+NO_GREEDY = {"accuracy_greedy": None, "seconds_to_goal": None}
+BEST = {"checkpoint": {"step": 3}, "metric": "m", "value": 0.5}
 EVALUATED = {"eval/accuracy_sampled": 0.4, "eval/accuracy_greedy": 0.5}
+ANSWERS = {"learner/by_source/sums/length_mean": 4.0, "learner/by_source/sums/trajectories": 30.0}
+ANSWERS |= {"learner/by_source/words/length_mean": 8.0, "learner/by_source/words/trajectories": 10.0}
 
 
 @cases(
@@ -52,6 +57,20 @@ def test_the_verdict_compares_the_final_evaluation_with_the_goals_and_names_it(g
     summary = found | {"steps": 30, "num_final_prompts": {"sampled": 512, "greedy": 512}}
     summary["evaluation"] = {f"eval/{name}": value for name, value in found.items()}
     assert verdict(run, summary) == f"{expected}; {FINAL} {sampled:.3f} sampled, {greedy:.3f} greedy"
+
+
+@cases(
+    "experiment, summary, lines",
+    ("digits_sft", {"steps": 9, "eval_loss": 0.5}, ["held-out loss  0.5", "steps          9"]),
+    ("digits_cpu", {"steps": 4}, ["steps  4"]),
+    ("digits_cpu", {"steps": 4, "best": BEST} | NO_GREEDY, ["steps  4", "best model: step 3, m 0.5"]),
+)
+def test_the_figures_that_a_summary_has_are_shown(experiment, summary, lines):
+    console = Console(width=100)
+    with console.capture() as printed:
+        console.print(*draw_results(load([f"experiment={experiment}"]), summary), sep="\n")
+    done = f"{experiment}: done after {summary['steps']} steps"
+    assert [line.strip() for line in printed.get().splitlines()] == [done, *lines]
 
 
 def test_a_run_becomes_a_picture_beside_its_metrics_even_if_never_evaluated(tmp_path):
@@ -76,6 +95,26 @@ def test_every_held_out_set_and_every_lag_has_its_curve_and_a_running_mean_looks
     assert [line.get_label() for line in mismatch.get_lines()] == ["0", "2-3", "8-15", "16+"]
     assert [list(line.get_xdata()) for line in mismatch.get_lines()] == [[1]] * 4
     assert running_mean([1.0, 3.0, 5.0, 7.0], width=2) == [1.0, 2.0, 4.0, 6.0]
+
+
+@cases(
+    "values, titles",
+    ({}, ["Reward by step", "Reward by time", "Entropy", "Lag", "Mismatch", "Tokens per second"]),
+    (EVALUATED, ["Held-out", "Held-out", "Reward by step", "Entropy", "Lag", "Mismatch", "Tokens per second"]),
+    (
+        {"eval/accuracy_greedy": 0.0, "eval/reward_greedy": 0.2, "lag/max": 0} | ANSWERS,
+        ["Reward by step", "Reward by time", "Entropy", "Length of answers", "Mismatch", "Tokens per second"],
+    ),
+)
+def test_the_panels_are_those_that_the_run_measured_and_accuracies_that_stay_0_get_none(values, titles):
+    rows = [{key: value for key, value in make_row(step).items() if "eval" not in key} | values for step in (1, 2)]
+    axes = draw(rows, title="a run").axes
+    shown = [panel.get_title() for panel in axes]
+    assert [title[: len(start)] for title, start in zip(shown, titles, strict=True)] == titles
+    reward = next(panel for panel in axes if panel.get_title().startswith("Reward"))
+    assert len(reward.get_lines()) == 2 + ("eval/reward_greedy" in values), "held-out next to training"
+    if ANSWERS.items() <= values.items():
+        assert list(axes[3].get_lines()[0].get_ydata()) == [5.0, 5.0]
 
 
 def write(path: Path, *rows: dict, end: str = "\n") -> None:

@@ -81,6 +81,23 @@ def test_what_a_cpu_cannot_do_is_refused() -> None:
         arguments_of(expert_parallel=True, tensor_parallel_size=2)
 
 
+def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
+    compilation = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64, 256]}
+    settings = {"pipeline_parallel_size": 2, "expert_parallel": True, "max_num_batched_tokens": 512}
+    settings |= {"kv_cache_dtype": "fp8", "quantization": "fp8_per_tensor"}
+    others = {"block_size": 32, "async_scheduling": False, "compilation_config": compilation}
+    arguments = arguments_of(**settings, engine_kwargs=others)
+    assert arguments.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
+    assert (arguments.pipeline_parallel_size, arguments.enable_expert_parallel) == (2, True)
+    assert (arguments.max_num_batched_tokens, arguments.kv_cache_dtype) == (512, "fp8")
+    assert (arguments.quantization, arguments.distributed_executor_backend) == ("fp8_per_tensor", "mp")
+    assert (arguments.block_size, arguments.async_scheduling) == (32, False)
+    with pytest.raises(EngineError, match=r"enable_chunked_prefill .* must be false on a CPU"):
+        arguments_of(engine_kwargs={"enable_chunked_prefill": True})
+    with pytest.raises(EngineError, match=r"expert_parallel must be false with several workers on a CPU"):
+        arguments_of(expert_parallel=True, tensor_parallel_size=2)
+
+
 @cases(
     "extra, advice",
     ({"max_model_len": 9}, r"got max_model_len: set model\.max_length instead"),

@@ -22,7 +22,7 @@ from slipstream.generators.engines.vllm.verify import RecordedLoad
 from slipstream.generators.engines.vllm.weights import (
     ADAPTER,
     KernelChecks,
-    describe,
+    adapter_settings,
     exchange,
     first_adapter_mismatch,
     lora_arguments,
@@ -290,7 +290,7 @@ def make_model(sent: dict[str, Tensor]) -> SimpleNamespace:
 
 
 def mismatch(model: SimpleNamespace, sent: dict[str, Tensor]) -> str:
-    return first_adapter_mismatch(model, list(sent.items()), settings=describe(LORA))
+    return first_adapter_mismatch(model, list(sent.items()), settings=adapter_settings(LORA))
 
 
 @pytest.mark.parametrize("layer", SLICES)
