@@ -37,7 +37,6 @@ from slipstream.generators.generator import Generator
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
 
 _TIMEOUT_S = 120.0
-_SETTLE_S = 0.5
 
 
 class BareEngine:
@@ -159,9 +158,14 @@ def _ask_engine(run: RunConfig, engine: Engine) -> Callable[[], Awaitable[int]]:
 
 
 async def _flood(ask: Callable[[], Awaitable[int]], run: RunConfig, *, seconds: float) -> float:
-    """Return response tokens per second with `max_concurrency` requests in flight."""
+    """Return response tokens per second with `max_concurrency` requests in flight, from the first until all have ended.
+
+    Answers of equal length end together, so a clock that stopped between two ends would count one set of them too much
+    or too little.
+    """
     total = 0
     ends = asyncio.Event()
+    started_at = time.perf_counter()
 
     async def keep_asking() -> None:
         nonlocal total
@@ -170,25 +174,22 @@ async def _flood(ask: Callable[[], Awaitable[int]], run: RunConfig, *, seconds: 
             total += num_tokens
 
     tasks = [asyncio.create_task(keep_asking()) for _ in range(run.generators.max_concurrency)]
-    rate = await _rate(lambda: total, seconds=seconds)
+    await asyncio.sleep(seconds)
     ends.set()
     await asyncio.gather(*tasks)
-    return rate
+    return total / (time.perf_counter() - started_at)
 
 
 async def _run_role(generator: Generator, admits: Event, *, seconds: float) -> float:
+    """Return response tokens per second from the first prompt until all admitted ones are answered, as `_flood` does."""
+    before = float(generator.status().gauges["tokens"] or 0)
     admits.set()
-    rate = await _rate(lambda: float(generator.status().gauges["tokens"] or 0), seconds=seconds)
+    await _until(lambda: bool(generator.status().gauges["running"]), condition="the generator must get a prompt")
+    started_at = time.perf_counter()
+    await asyncio.sleep(seconds)
     admits.clear()
     await _until(lambda: not generator.status().gauges["running"], condition="the generator must be idle")
-    return rate
-
-
-async def _rate(total: Callable[[], float], *, seconds: float) -> float:
-    await asyncio.sleep(_SETTLE_S)
-    started_at, before = time.perf_counter(), total()
-    await asyncio.sleep(seconds)
-    return (total() - before) / (time.perf_counter() - started_at)
+    return (float(generator.status().gauges["tokens"] or 0) - before) / (time.perf_counter() - started_at)
 
 
 # --- the role --------------------------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ async def _until(is_reached: Callable[[], bool], *, condition: str) -> None:
     while not is_reached():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{condition} within {_TIMEOUT_S:g} s, it was not")
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.01)
 
 
 def _prompts(run: RunConfig) -> Iterator[Row]:

@@ -300,7 +300,7 @@ def _measure(run: RunConfig, arguments: argparse.Namespace) -> dict[str, Any]:
         )
         contestants: dict[str, Callable[[], Any]] = {
             **{name: partial(loop.step, groups) for name, loop in bare.items()},
-            "Trainer.step": lambda: trainer.step(groups, learner_version=0, step=1),
+            "Trainer.step": lambda: trainer.step(groups, learner_version=0, step=2),  # step 1 also checks rows
             "learner step": whole.run,
         }
         with FlopCounterMode(display=False) as counter:

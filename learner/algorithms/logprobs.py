@@ -84,7 +84,7 @@ def measure_tokens(
         return _measure(_computed(logits), targets, temperatures, candidates, _computed(reference_logits), requested)
     chunks = [slice(first, first + chunk_tokens) for first in range(0, num_tokens, chunk_tokens)]
 
-    def measure(chunk_logits: Tensor, index: int) -> dict[str, Tensor]:
+    def measure(chunk_logits: Tensor, index: int, requested: Requested = requested) -> dict[str, Tensor]:
         tokens = chunks[index]
         few = None if candidates is None else candidates[tokens]
         reference = _computed(reference_logits, tokens)
@@ -139,8 +139,8 @@ def _log_softmax(logits: Float[Tensor, "N V"], temperatures: Float[Tensor, "N"])
     return (wide / temperatures[:, None]).log_softmax(dim=-1)
 
 
-_Measure = Callable[[Tensor, int], dict[str, Tensor]]
-"""(logits, index of the chunk) -> numbers by name."""
+_Measure = Callable[..., dict[str, Tensor]]
+"""(logits, index of the chunk, other requested numbers?) -> numbers by name."""
 _CONSTANT = {"collisions", "top_tokens", "top_logprobs"}
 
 
@@ -170,6 +170,7 @@ class _MeasureDeferred(torch.autograd.Function):
         constant = _CONSTANT if requested.differentiate_entropy else {*_CONSTANT, "entropies"}
         ctx.mark_non_differentiable(*(column for name, column in columns.items() if name in constant))
         ctx.differentiable = [name for name in names if name not in constant]
+        ctx.requested = Requested(requested.differentiate_entropy, requested.differentiate_entropy)
         return tuple(columns.values())
 
     @staticmethod
@@ -183,7 +184,7 @@ class _MeasureDeferred(torch.autograd.Function):
         for index, tokens in enumerate(ctx.chunks):
             part = linear(cast_states[tokens], cast_weight, cast_bias).requires_grad_()
             with torch.enable_grad():
-                measured = ctx.measure(ctx.finish(part) if ctx.finish else part, index)
+                measured = ctx.measure(ctx.finish(part) if ctx.finish else part, index, ctx.requested)
                 (of_logits,) = torch.autograd.grad(
                     [measured[name] for name in ctx.differentiable],
                     part,
