@@ -181,7 +181,7 @@ async def _flood(ask: Callable[[], Awaitable[int]], run: RunConfig, *, seconds: 
 
 
 async def _run_role(generator: Generator, admits: Event, *, seconds: float) -> float:
-    """Return response tokens per second from the first prompt until all admitted ones are answered, as `_flood` does."""
+    """Return response tokens per second from the first prompt until all are answered, as in `_flood`."""
     before = float(generator.status().gauges["tokens"] or 0)
     admits.set()
     await _until(lambda: bool(generator.status().gauges["running"]), condition="the generator must get a prompt")
