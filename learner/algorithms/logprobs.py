@@ -84,7 +84,7 @@ def measure_tokens(
         return _measure(_computed(logits), targets, temperatures, candidates, _computed(reference_logits), requested)
     chunks = [slice(first, first + chunk_tokens) for first in range(0, num_tokens, chunk_tokens)]
 
-    def measure(chunk_logits: Tensor, index: int, requested: Requested = requested) -> dict[str, Tensor]:
+    def measure(chunk_logits: Tensor, index: int, requested: Requested) -> dict[str, Tensor]:
         tokens = chunks[index]
         few = None if candidates is None else candidates[tokens]
         reference = _computed(reference_logits, tokens)
@@ -97,7 +97,8 @@ def measure_tokens(
         return dict(zip(names, columns, strict=True))
     # `split`: the backward pass of a slice would allocate a gradient as large as all logits.
     found = [
-        checkpoint(measure, part, index, use_reentrant=False) for index, part in enumerate(logits.split(chunk_tokens))
+        checkpoint(measure, part, index, requested, use_reentrant=False)
+        for index, part in enumerate(logits.split(chunk_tokens))
     ]
     return {name: torch.cat([part[name] for part in found]) for name in found[0]}
 
@@ -139,8 +140,8 @@ def _log_softmax(logits: Float[Tensor, "N V"], temperatures: Float[Tensor, "N"])
     return (wide / temperatures[:, None]).log_softmax(dim=-1)
 
 
-_Measure = Callable[..., dict[str, Tensor]]
-"""(logits, index of the chunk, other requested numbers?) -> numbers by name."""
+_Measure = Callable[[Tensor, int, Requested], dict[str, Tensor]]
+"""(logits, index of the chunk, requested numbers) -> numbers by name."""
 _CONSTANT = {"collisions", "top_tokens", "top_logprobs"}
 
 
@@ -164,13 +165,14 @@ class _MeasureDeferred(torch.autograd.Function):
         ctx.save_for_backward(states, weight, bias)
         ctx.finish, ctx.dtype, ctx.chunks, ctx.measure, ctx.names = logits.finish, logits.dtype, chunks, measure, names
         cast = replace(logits, weight=weight.to(logits.dtype))
-        found = [measure(cast.chunk(tokens).compute(), index) for index, tokens in enumerate(chunks)]
+        found = [measure(cast.chunk(tokens).compute(), index, requested) for index, tokens in enumerate(chunks)]
         names.extend(found[0])
         columns = {name: torch.cat([part[name] for part in found]) for name in names}
         constant = _CONSTANT if requested.differentiate_entropy else {*_CONSTANT, "entropies"}
         ctx.mark_non_differentiable(*(column for name, column in columns.items() if name in constant))
         ctx.differentiable = [name for name in names if name not in constant]
-        ctx.requested = Requested(requested.differentiate_entropy, requested.differentiate_entropy)
+        # Numbers without gradient are not computed again.
+        ctx.requested = replace(requested, entropy=requested.differentiate_entropy, collision=False, top_k=0)
         return tuple(columns.values())
 
     @staticmethod

@@ -153,12 +153,18 @@ def test_the_entropy_has_a_gradient_only_when_asked(is_deferred):
         assert measured["entropies"].requires_grad == differentiate
 
 
-def test_only_the_logits_of_one_chunk_are_alive(monkeypatch):
+def test_only_one_chunk_is_alive_and_the_backward_pass_leaves_numbers_without_gradient_out(monkeypatch):
     leaves, defer, targets, temperatures, _ = make_deferred()
-    lengths = []
+    calls = []
     real = module._measure
-    monkeypatch.setattr(module, "_measure", lambda logits, *rest: lengths.append(len(logits)) or real(logits, *rest))
-    settings = {"requested": module.LOGPROBS, "chunk_elements": 10}
-    measured = module.measure_tokens(defer(*leaves), targets, temperatures, **settings)
+
+    def record(logits, *rest):
+        calls.append((len(logits), sorted(found := real(logits, *rest))))
+        return found
+
+    monkeypatch.setattr(module, "_measure", record)
+    requested = module.Requested(entropy=True, collision=True, top_k=2)
+    measured = module.measure_tokens(defer(*leaves), targets, temperatures, requested=requested, chunk_elements=10)
     measured["logprobs"].sum().backward()
-    assert lengths == [2, 2, 2, 1] * 2
+    every = ["collisions", "entropies", "logprobs", "top_logprobs", "top_tokens"]
+    assert calls == [(length, names) for names in (every, ["logprobs"]) for length in (2, 2, 2, 1)]

@@ -391,8 +391,7 @@ def test_an_observer_that_keeps_dying_is_given_up_and_ends_nothing(tmp_path):
     found.start()
     (process,) = found._processes
     # It finds no run folder, which is its own verdict.
-    while process.is_running:
-        pass
+    until(lambda: not process.is_running, what="the observer's end", timeout_s=60.0)
     (sentence,) = found.poll()
     assert "the run continues without logger-tensorboard" in sentence
     assert found.poll() == []
