@@ -74,6 +74,7 @@ def test_a_roll_back_undoes_exactly_the_uses_after_the_checkpoint(reusing):
     make_ready(reusing, 2)
     take_step(reusing, 1, 1, SamplingRules())
     checkpoint(reusing, 1)
+    assert reusing.roll_back(to_step=1, to_version=1)[0] == 0, "the reusable group of step 1 stays used"
     take_step(reusing, 2, 2)
     take_step(reusing, 3, 2)
     assert (reusing.counts().used, reusing.counts().reusable) == (2, 1)
