@@ -1,4 +1,4 @@
-"""The real model of `experiment=smollm2_cpu` and of its example, for two steps."""
+"""The real model of `experiment=smollm2_cpu` and of its examples, for two steps."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ def test_a_real_model_answers_sums_and_is_trained(has_model: None, tmp_path: Pat
         assert row["learner/grad_norm"] > 0
 
 
-def test_its_example_trains(has_model: None, tmp_path: Path) -> None:
+def test_its_example_with_a_tool_trains(has_model: None, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(runs.ROOT / "examples")
     experiment = "experiment=examples/smollm2_calculator"
     few = ("learner.max_steps=2", "learner.epochs=null", "learner/engine=torch")
@@ -51,3 +51,13 @@ def test_its_example_trains(has_model: None, tmp_path: Path) -> None:
         own = {key: row[f"learner/by_source/products/{key}"] for key in ("turns_mean", "failed_fraction")}
         assert 1 <= own["turns_mean"] <= 2
         assert own["failed_fraction"] == 0
+
+
+def test_its_example_with_an_adapter_trains(has_model: None, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(runs.ROOT / "examples")
+    runs.train(tmp_path, "experiment=examples/smollm2_lora/run.yaml", *SHORT)
+    for row in runs.metrics(tmp_path, "smollm2_lora"):
+        own = {key: row[f"learner/by_source/constraints/{key}"] for key in ("reward_mean", "part_mention")}
+        assert 0 < own["reward_mean"] < 1
+        assert own["part_mention"] > 0
+        assert row["learner/mismatch_max"] < 1e-3
