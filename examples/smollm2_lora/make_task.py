@@ -20,7 +20,7 @@ library lion map market milk mirror money moon mountain mouse museum night ocean
 piano planet queen rain river road robot rose salt sand school sea sheep ship shoe snow spider spoon star
 stone storm summer sun table tea tiger train tree valley village violin water whale wheel wind window winter
 wolf
-""".split()
+"""
 
 
 def check(sample: RewardInput) -> Reward:
@@ -38,7 +38,8 @@ def check(sample: RewardInput) -> Reward:
 
 def main() -> None:
     """Write the prompts."""
-    things = random.Random(0).sample(THINGS, len(THINGS))
+    things = THINGS.split()
+    random.Random(0).shuffle(things)
 
     def convert(thing: str, **place: object) -> dict[str, object]:
         text = f"Describe a {thing} in at most {MOST_WORDS} words. Use only lowercase letters."

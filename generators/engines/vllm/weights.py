@@ -354,6 +354,8 @@ def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings:
     # Local imports, because vLLM's LoRA layers take most of a second.
     from vllm.lora.lora_model import LoRAModel
 
+    if current_platform.is_cpu():
+        multiply_by_one_adapter()
     manager = model.lora_manager
     try:
         adapter = LoRAModel.from_lora_tensors(
@@ -370,6 +372,20 @@ def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings:
         manager.activate_adapter(adapter.id)
     except Exception as error:
         raise WeightTransferError(f"vLLM could not load the adapter: {type(error).__name__}: {error}") from error
+
+
+def multiply_by_one_adapter() -> None:
+    """Replace vLLM's CPU kernels, which copy the adapter's matrices for every token: all tokens use the only slot."""
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    def shrink(_: Any, out: Tensor, inputs: Tensor, first: Tensor, scale: float) -> None:
+        out[:, : first.shape[-2]] = scale * nn.functional.linear(inputs.to(out), first[0, 0].to(out))
+
+    def expand(_: Any, out: Tensor, inputs: Tensor, second: Tensor, start: int, size: int, add_inputs: bool) -> None:
+        part, product = out[:, start : start + size], nn.functional.linear(inputs.to(out), second[0, 0].to(out))
+        part.add_(product) if add_inputs else part.copy_(product)
+
+    PunicaWrapperCPU._apply_shrink, PunicaWrapperCPU._apply_expand = shrink, expand
 
 
 def first_adapter_mismatch(model: Any, sent: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> str:

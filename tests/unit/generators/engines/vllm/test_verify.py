@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from vllm.lora.layers import LoRAMapping
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -26,6 +28,7 @@ from slipstream.generators.engines.vllm.weights import (
     exchange,
     first_adapter_mismatch,
     lora_arguments,
+    multiply_by_one_adapter,
     second_copy,
 )
 from tests.cases import cases
@@ -310,3 +313,25 @@ def test_one_changed_element_is_found_in_any_tensor(layer: str, matrix: str):
 def test_the_slot_is_the_smallest_that_is_enough(rank: int, slot: int):
     assert lora_arguments(LoraConfig(rank=rank), targets=["o_proj"])["max_lora_rank"] == slot
     assert lora_arguments(None, targets=[]) == {}
+
+
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_matrix_products_replace_the_kernels_that_copy_the_adapter(monkeypatch: pytest.MonkeyPatch, is_prefill: bool):
+    for name in ("_apply_shrink", "_apply_expand"):
+        monkeypatch.setattr(PunicaWrapperCPU, name, getattr(PunicaWrapperCPU, name))
+    wrapper = PunicaWrapperCPU(8, 8, "cpu")
+    wrapper.update_metadata(LoRAMapping((1,) * 5, (1,) * 5, is_prefill=is_prefill), [ADAPTER.lora_int_id], 1, 100)
+    inputs, outputs = torch.randn(5, 16), torch.randn(5, 12)
+    first = tuple(torch.randn(1, 1, 8, 16) for _ in range(2))
+    second = tuple(torch.randn(1, 1, rows, 8) for rows in (8, 4))
+
+    def apply() -> Tensor:
+        total = outputs.clone()
+        wrapper.add_lora_linear(total, inputs, first, second, 0.5, (8, 4))
+        return total
+
+    copied = apply()
+    multiply_by_one_adapter()
+    products = [inputs @ a[0, 0].T @ b[0, 0].T / 2 for a, b in zip(first, second, strict=True)]
+    torch.testing.assert_close(apply(), outputs + torch.cat(products, dim=1))
+    torch.testing.assert_close(copied, apply())
