@@ -1,5 +1,6 @@
 """The learner process: ranks, device, broker session, store, and rank 0's parts."""
 
+import ctypes
 import os
 import time
 import uuid
@@ -39,6 +40,9 @@ from slipstream.runtime.run_folder import RunFolder, describe_others
 
 _LOOK_EVERY_S = 0.2
 _REPORT_EVERY_S = 5.0
+_M_MMAP_THRESHOLD = -3
+"""Parameter of mallopt(3)."""
+_LARGE_BYTES = 2**20
 
 log = structlog.get_logger(__name__)
 
@@ -95,6 +99,17 @@ def _set_environment(device: torch.device, *, is_alone: bool) -> None:
     os.environ.update(NCCL_ENVIRONMENT | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ)
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Make glibc return freed tensors of 1 MiB or more to the system, unless `MALLOC_MMAP_THRESHOLD_` is set.
+
+    By default its mmap threshold rises to 32 MiB, which keeps a third more memory than a 50M-parameter model uses.
+    """
+    libc = ctypes.CDLL(None)
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _run_first_rank(run: RunConfig, *, device: torch.device) -> None:

@@ -111,12 +111,14 @@ def _train(folder: Path, overrides: list[str]) -> None:
     from slipstream.learner.build import build_trainer
     from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
     from slipstream.learner.ranks import exit_rank, join_ranks
+    from slipstream.learner.role import return_freed_memory
 
     run, device = load(overrides), torch.device("cpu")
     os.environ.update(deepspeed_environment(device))
     import deepspeed  # noqa: F401
 
     torch.set_num_threads(1)
+    return_freed_memory()
     ranks = join_ranks(
         rank=int(os.environ["RANK"]),
         size=run.learner.num_ranks,
