@@ -332,6 +332,7 @@ def test_matrix_products_replace_the_kernels_that_copy_the_adapter(monkeypatch: 
 
     copied = apply()
     multiply_by_one_adapter()
+    assert PunicaWrapperCPU._apply_shrink.__module__ == PunicaWrapperCPU._apply_expand.__module__ == weights.__name__
     products = [inputs @ a[0, 0].T @ b[0, 0].T / 2 for a, b in zip(first, second, strict=True)]
     torch.testing.assert_close(apply(), outputs + torch.cat(products, dim=1))
     torch.testing.assert_close(copied, apply())
