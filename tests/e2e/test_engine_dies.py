@@ -32,8 +32,7 @@ def check_replacement(tmp_path: Path, *settings: str) -> None:
         ):
             steps = run.steps
             until(lambda: run.steps >= steps + 3, timeout_s=180, what="steps")  # noqa: B023
-            children = run.role("slipstream.generators").children(recursive=True)
-            (engine,) = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
+            engine = run.engine
             os.kill(engine.pid, number)
             until(lambda: message in run.log("generator-0"), timeout_s=60, what=message)  # noqa: B023
             until(lambda: not psutil.pid_exists(engine.pid), timeout_s=60, what="the end of the engine")  # noqa: B023

@@ -1,9 +1,12 @@
 """The real model of `experiment=smollm2_cpu` and of its examples, for two steps."""
 
+import random
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slipstream.configs.load import load
@@ -61,3 +64,34 @@ def test_its_example_with_an_adapter_trains(has_model: None, tmp_path: Path) -> 
         assert 0 < own["reward_mean"] < 1
         assert own["part_mention"] > 0
         assert row["learner/mismatch_max"] < 1e-3
+
+
+@pytest.mark.timeout(1800)
+def test_its_run_trains_every_answer_once_while_each_process_is_killed_twice(has_model: None, tmp_path: Path) -> None:
+    victims, steps = 2 * ["learner", "generators", "engine", "broker", "store"], 16
+    random.Random(0).shuffle(victims)
+    settings = (f"learner.max_steps={steps}", "learner.checkpoint.every_steps=2", "evaluation.goals=[]", *runs.FEW)
+    with runs.Run(tmp_path, "killed", *settings, base=["experiment=smollm2_cpu"]).ended_at_last() as run:
+        for number, victim in enumerate(victims, 1):
+            run.until(runs.has_stepped(run, number), timeout_s=300)
+            kill(run, victim)
+        assert run.await_end(timeout_s=900) == 0, run.printed[-3000:]
+    runs.assert_all_steps_once(run, steps)
+    runs.assert_reconciled(run)
+    runs.assert_none_left(tmp_path)
+
+
+def kill(run: runs.Run, victim: str) -> None:
+    """SIGKILL to a process of a run, which may be starting after an earlier one."""
+
+    def is_killed() -> bool:
+        with suppress(ValueError, psutil.Error):
+            if victim == "store":
+                process = psutil.Process(int((run.path / "store" / "redis.pid").read_text()))
+            else:
+                process = run.engine if victim == "engine" else run.role(f"slipstream.{victim}")
+            process.kill()
+            return True
+        return False
+
+    run.until(is_killed)
