@@ -289,12 +289,14 @@ class Run:
         (found,) = [role for role in roles if role.cmdline()[1:3] == ["-m", module]]
         return found
 
-    @property
-    def engine(self) -> psutil.Process:
-        """vLLM's process: the child of the server that the generator forked, which the engine is forked from."""
-        (server,) = [each for each in self.role("slipstream.generators").children() if _is_copy(each)]
-        (engine,) = server.children()
-        return engine
+    def engine(self) -> psutil.Process | None:
+        """vLLM's process, once it runs: forked by a server that the generator forked, or started with a title."""
+        generator = self.role("slipstream.generators")
+        for each in generator.children(recursive=True):
+            words = each.cmdline()
+            if "EngineCore" in " ".join(words) or (words == generator.cmdline() and each.ppid() != generator.pid):
+                return each
+        return None
 
     def await_end(self, *, timeout_s: float = 150) -> int:
         return self.launcher.wait(timeout=timeout_s)
@@ -309,12 +311,6 @@ class Run:
                 self.launcher.wait(timeout=15)
             finally:
                 kill_tree(self.launcher)
-
-
-def _is_copy(process: psutil.Process) -> bool:
-    """Whether it was forked without an exec."""
-    parent = process.parent()
-    return parent is not None and process.cmdline() == parent.cmdline()
 
 
 def until(condition: Callable[[], object], *, what: str, timeout_s: float = 20.0) -> float:

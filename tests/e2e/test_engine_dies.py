@@ -32,7 +32,10 @@ def check_replacement(tmp_path: Path, *settings: str) -> None:
         ):
             steps = run.steps
             until(lambda: run.steps >= steps + 3, timeout_s=180, what="steps")  # noqa: B023
-            engine = run.engine
+            # The steps may come from stored answers while the generator starts again.
+            until(lambda: is_ready(run), timeout_s=180, what="a generator")
+            engine = run.engine()
+            assert engine
             os.kill(engine.pid, number)
             until(lambda: message in run.log("generator-0"), timeout_s=60, what=message)  # noqa: B023
             until(lambda: not psutil.pid_exists(engine.pid), timeout_s=60, what="the end of the engine")  # noqa: B023
@@ -41,3 +44,8 @@ def check_replacement(tmp_path: Path, *settings: str) -> None:
     assert_all_steps_once(run, 40)
     assert_reconciled(run)
     runs.assert_none_left(tmp_path)
+
+
+def is_ready(run: Run) -> bool:
+    roles = runs.status(run.folder, run.name)["roles"]
+    return ("ready", "alive") in [(each["state"], each["liveness"]) for each in roles if each["role"] == "generator"]

@@ -85,13 +85,15 @@ def kill(run: runs.Run, victim: str) -> None:
     """SIGKILL to a process of a run, which may be starting after an earlier one."""
 
     def is_killed() -> bool:
+        # ValueError: the role is being restarted.
         with suppress(ValueError, psutil.Error):
             if victim == "store":
                 process = psutil.Process(int((run.path / "store" / "redis.pid").read_text()))
             else:
-                process = run.engine if victim == "engine" else run.role(f"slipstream.{victim}")
-            process.kill()
-            return True
+                process = run.engine() if victim == "engine" else run.role(f"slipstream.{victim}")
+            if process:
+                process.kill()
+                return True
         return False
 
     run.until(is_killed)
