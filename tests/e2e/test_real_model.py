@@ -1,4 +1,4 @@
-"""The real model of `experiment=smollm2_cpu` and of its examples, for two steps."""
+"""The real model of `experiment=smollm2_cpu` and of its examples, in few steps."""
 
 import random
 import subprocess
