@@ -33,7 +33,7 @@ def check_replacement(tmp_path: Path, *settings: str) -> None:
             steps = run.steps
             until(lambda: run.steps >= steps + 3, timeout_s=180, what="steps")  # noqa: B023
             # The steps may come from stored answers while the generator starts again.
-            until(lambda: is_ready(run), timeout_s=180, what="a generator")
+            until(lambda: is_ready(run) and run.engine(), timeout_s=180, what="an engine")
             engine = run.engine()
             assert engine
             os.kill(engine.pid, number)
