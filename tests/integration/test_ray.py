@@ -177,8 +177,8 @@ def test_ranks_on_several_machines_are_placed_started_and_ended_together(folder:
         assert "learner died (exit code " in run.printed
         # The machine of the second rank is lost and replaced by another.
         os.kill(host_of(learners_of(folder)["1"].pid).ppid(), signal.SIGKILL)
-        steps = run.steps
         run.until(lambda: "learner died" in run.printed.partition("learner restarted")[2])
+        steps = run.steps
         run.until(lambda: run.steps > steps + 3)
         assert host_of(learners_of(folder)["1"].pid).ppid() in {*cluster.raylets[1:]} - {raylet}
         run.interrupt()
