@@ -84,7 +84,7 @@ def make_environment(folder: Path) -> Path:
 
 
 def figures(rows: list[dict[str, float]], task: Task, *, parameters: int, peak_gflops: float) -> dict[str, float]:
-    """Condense a run's rows: seconds per step and tokens per second over its second half, time to the goal.
+    """Condense a run's rows: seconds per step, its parts, and tokens per second over the second half; time to the goal.
 
     `peak_share`: useful floating point operations as a share of a matrix multiplication's speed. Useful are 2 per
     parameter for each token generated and 6 for each trained, and the prompts once per group, without padding.
@@ -96,8 +96,10 @@ def figures(rows: list[dict[str, float]], task: Task, *, parameters: int, peak_g
     reached = [row for row, mean in zip(rows[2:], means, strict=True) if mean >= task.goal]
     steps, tokens = len(steady) - 1, sum(row["tokens"] for row in steady[1:])
     useful = 8 * parameters * (tokens + steps * task.groups * task.prompt_tokens)
+    parts = [key for key in rows[0] if key.endswith("_s") and key != "time_s"]
     return {
         "seconds_per_step": seconds / steps,
+        **{part: statistics.mean(row[part] for row in steady[1:]) for part in parts},
         "tokens_per_s": tokens / seconds,
         "peak_share": 1e-9 * useful / seconds / peak_gflops,
         **({"seconds_to_goal": reached[0]["time_s"], "steps_to_goal": reached[0]["step"]} if reached else {}),
@@ -136,6 +138,7 @@ def _run_ours(task: Task, engine: list[str], folder: Path, *, seed: int) -> list
     rows = [json.loads(line) for line in (folder / "peer" / "metrics.jsonl").read_text().splitlines()]
     correct = f"learner/by_source/{task.source}/correct_fraction"
     keys = {"step": "step", "time_s": "time_s", "learner/tokens": "tokens", correct: "accuracy"}
+    keys |= {f"learner/{part}": part for part in ("wait_s", "train_s", "publish_s")}
     return [{ours: row.get(key, 0.0) for key, ours in keys.items()} for row in rows]
 
 

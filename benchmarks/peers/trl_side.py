@@ -46,19 +46,30 @@ def text_of(completion: Any) -> str:
 
 
 class Recorder(TrainerCallback):
-    """Records time, tokens, and the fraction of correct answers at the end of each step."""
+    """Records time and its parts, tokens, and the fraction of correct answers at the end of each step."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
         self.num_tokens, self.num_correct, self.num_answers = 0, 0, 0
-        self._started_at = time.perf_counter()
+        self._started_at = self._began_at = self._trained_at = self.scored_at = time.perf_counter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started_at = time.perf_counter()
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began_at = time.perf_counter()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trained_at = time.perf_counter()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        row = {"step": state.global_step, "time_s": time.perf_counter() - self._started_at}
-        accuracy = self.num_correct / max(1, self.num_answers)
+        now, accuracy = time.perf_counter(), self.num_correct / max(1, self.num_answers)
+        row = {
+            "step": state.global_step,
+            "time_s": now - self._started_at,
+            "generate_s": self.scored_at - self._began_at,
+        }
+        row |= {"passes_s": self._trained_at - self.scored_at, "optimizer_s": now - self._trained_at}
         self.rows.append({**row, "tokens": float(self.num_tokens), "accuracy": accuracy})
         self.num_tokens, self.num_correct, self.num_answers = 0, 0, 0
 
@@ -112,6 +123,7 @@ def main() -> None:
         recorder.num_tokens += sum(map(len, completion_ids))
         recorder.num_correct += sum(given == 1.0 for given in rewards)
         recorder.num_answers += len(rewards)
+        recorder.scored_at = time.perf_counter()
         return rewards
 
     config = GRPOConfig(

@@ -121,7 +121,6 @@ RANGES = {
     "learner/mismatch_k3": Range(None, 0.1, _OLD, _YOUNGER),
     "learner/by_lag/0/mismatch_k1": Range(-0.005, 0.005, _UNLIKE, _SAME_NUMERICS, patience=5),
     "learner/by_lag/0/mismatch_k3": Range(None, 0.01, _UNLIKE, _SAME_NUMERICS),
-    "learner/by_lag/0/mismatch_max": Range(None, 0.5, _UNLIKE, _SAME_NUMERICS, patience=5),
     "learner/mismatch_tail_fraction": Range(None, 0.1, _OLD, _YOUNGER),
     "learner/perplexity_ratio": Range(0.8, 1.25, _OLD, _YOUNGER),
     "learner/ess": Range(0.3, None, _OLD, _YOUNGER),

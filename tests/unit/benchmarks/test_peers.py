@@ -46,13 +46,15 @@ def test_both_sides_of_a_task_are_given_the_same(name, engine):
 
 
 def test_figures_are_of_the_second_half_and_the_goal_of_all():
-    rows = [{"step": step, "time_s": 10.0 * step, "tokens": 100.0, "accuracy": 0.1} for step in range(1, 5)]
+    slow = {"tokens": 100.0, "accuracy": 0.1, "wait_s": 9.0}
+    rows = [{"step": step, "time_s": 10.0 * step} | slow for step in range(1, 5)]
     # The third of them is above the goal, the mean of three with the fifth.
     for step, accuracy in enumerate((0.8, 0.85, 0.95, 0.85, 0.91, 0.9), 5):
-        rows.append({"step": step, "time_s": 36.0 + step, "tokens": 30.0, "accuracy": accuracy})
+        rows.append({"step": step, "time_s": 36.0 + step, "tokens": 30.0, "accuracy": accuracy, "wait_s": 0.25})
     found = figures(rows, TASKS["default"], parameters=1_000_000, peak_gflops=10.0)
     # Per second, 30 answer tokens and 32 prompts of 6 tokens, with 8 operations per parameter.
-    speed = {"seconds_per_step": 1.0, "tokens_per_s": 30.0, "peak_share": pytest.approx(8e-3 * (30 + 192) / 10)}
+    speed = {"seconds_per_step": 1.0, "wait_s": 0.25, "tokens_per_s": 30.0}
+    speed["peak_share"] = pytest.approx(8e-3 * (30 + 192) / 10)
     assert found == speed | {"seconds_to_goal": 45.0, "steps_to_goal": 9}
     speed["peak_share"] = pytest.approx(8e-3 * (30 + 16 * 6) / 10)
     assert figures(rows, TASKS["long tail"], parameters=1_000_000, peak_gflops=10.0) == speed
