@@ -68,8 +68,9 @@ class Recorder(TrainerCallback):
             "step": state.global_step,
             "time_s": now - self._started_at,
             "generate_s": self.scored_at - self._began_at,
+            "passes_s": self._trained_at - self.scored_at,
+            "optimizer_s": now - self._trained_at,
         }
-        row |= {"passes_s": self._trained_at - self.scored_at, "optimizer_s": now - self._trained_at}
         self.rows.append({**row, "tokens": float(self.num_tokens), "accuracy": accuracy})
         self.num_tokens, self.num_correct, self.num_answers = 0, 0, 0
 
