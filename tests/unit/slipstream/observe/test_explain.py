@@ -40,7 +40,7 @@ def test_a_question_is_answered_from_the_folder_alone_with_the_runs_figures_and_
     append_rows(folder, make_row(31, **{"learner/ess": 0.1, "learner/chi2": 3.0, "learner/failed_fraction": 0.5}))
     explain("health", [str(folder)])
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "After step 31, outside of its healthy range: 3 of 24 watched metrics."
+    assert first == "After step 31, outside of its healthy range: 3 of 23 watched metrics."
     # Metrics that mean the same stand together.
     ess = "1. learner/ess: 0.1, healthy is >= 0.3, since step 31; learner/chi2 3, healthy is <= 1, since step 31"
     assert ess in lines
