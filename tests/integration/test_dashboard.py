@@ -62,6 +62,7 @@ class LiveRun:
         make_ready(self.store, 3)
         lease(self.store, 1)
         self.alive = {"broker", "learner", LAUNCHER, "generator-0", "generator-1"}
+        self.running = 40
         self.requests: list[str] = []
         self._target, self._answer = 2, {"answered": "", "refusal": ""}
         self._ending = Event()
@@ -90,7 +91,7 @@ class LiveRun:
         if not name.startswith("generator"):
             return where | {"role": name, "version": self.steps, "tokens": 5.0 * self.steps, "tokens_per_s": 4900.0}
         rates = {"version": 0, "tokens": 9.0 * self.steps, "tokens_per_s": 2600.0}
-        return where | rates | {"role": "generator", "running": 40, "max_concurrency": 64, "kv_usage": 0.42}
+        return where | rates | {"role": "generator", "running": self.running, "max_concurrency": 64, "kv_usage": 0.42}
 
     def step(self, **values: Any) -> int:
         """Make a step and return its number."""
@@ -276,7 +277,11 @@ def test_the_pipeline_opens_at_a_click_and_scales_and_drains(watched: Watched, r
     watched.page.fill("input[aria-label='number of generators']", "3")
     watched.page.click("button:has-text('Scale')")
     watched.until(lambda: "generators 3" in run.requests, "the launcher must be asked")
-    watched.shows("changes from 2 to 3")
+    watched.shows("3, kept by the launcher", "changes from 2 to 3")
+    drain = watched.page.query_selector("tr:has-text('generator-1') button")
+    run.running = 41
+    watched.shows("41 of 64 in flight", "41 / 64", "changes from 2 to 3")
+    assert drain.is_visible(), "the button that was about to be pressed must stay"
     for label in ("Drain", "Drain it?"):
         watched.page.click(f"tr:has-text('generator-1') button:has-text('{label}')")
     watched.until(lambda: any("generator-1" in each for each in run.requests), "the broker must be asked")
