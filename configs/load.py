@@ -96,10 +96,10 @@ _RECIPE_PREFIXES = ("algorithm.", "buffer.filter.")
 
 
 def _without_experiment(overrides: list[str]) -> list[str]:
-    """With a recipe: overrides without the experiment, which does not fit it; else empty."""
-    if not any(text.startswith("recipe=") and text != "recipe=none" for text in overrides):
-        return []
-    return [text for text in overrides if not text.startswith("experiment=")]
+    """With a recipe and an experiment: overrides without the experiment, which does not fit it; else empty."""
+    others = [text for text in overrides if not text.startswith("experiment=")]
+    has_recipe = any(text.startswith("recipe=") and text != "recipe=none" for text in overrides)
+    return others if has_recipe and others != overrides else []
 
 
 def _derive(data: dict[str, Any]) -> None:
