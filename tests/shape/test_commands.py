@@ -73,6 +73,7 @@ TRIED_BY = {
     "tests/integration/test_dead_ends.py": each_of("python -m slipstream.", "broker learner generators"),
     "tests/integration/test_benchmarks.py": each_of("python -m benchmarks.", BENCHMARKS),
     "tests/unit/benchmarks/test_peers.py": each_of("python -m benchmarks.", "peers staleness"),
+    "tests/unit/benchmarks/test_drift.py": ["python -m benchmarks.staleness.drift"],
     "tests/unit/generators/tools/test_tools.py": ["python -m slipstream.scripts.make_search_index"],
     "tests/unit/scripts/test_make_prompts.py": ["slipstream check", "python -m slipstream.scripts.make_prompts"],
 }
