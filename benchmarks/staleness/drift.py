@@ -38,9 +38,11 @@ console = Console(width=120, highlight=False)
 @fail_cleanly(EngineError, PromptError)
 def main(arguments: argparse.Namespace) -> None:
     """Measure one run after the other, and print a table."""
-    rows = [{"run": folder.name, **measure(folder, arguments)} for folder in arguments.runs]
+    rows: list[dict[str, Any]] = []
+    for folder in arguments.runs:
+        rows.append({"run": folder.name, **measure(folder, arguments)})
+        write_result(arguments, {"runs": rows})
     console.print(make_table(rows, _COLUMNS))
-    write_result(arguments, {"runs": rows})
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
