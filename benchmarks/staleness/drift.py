@@ -1,8 +1,8 @@
 """Distance of runs' final models from their initial ones, and their entropy, on answers to held-out prompts.
 
-Each final model samples answers as its run did, without truncating the distribution. Per position of an answer, the
-program adds up KL(final || initial) over the vocabulary, in nats at temperature 1: a mean over sampled positions, whose
-terms are exact. The initial model is `model.path` of the run, and its prompts are the first of `data.eval`.
+Each final model samples answers at temperature 1 from the whole vocabulary, at most as long as in its run. At each
+position of an answer, KL(final || initial) and entropy are exact sums over the vocabulary, in nats. The program prints
+means over positions and answers. The initial model is `model.path` of the run; prompts are the first of `data.eval`.
 """
 
 import argparse
