@@ -1,6 +1,7 @@
 """Distance of final models from initial ones, against models whose next token is known."""
 
 import json
+import math
 from argparse import Namespace
 from pathlib import Path
 
@@ -56,19 +57,28 @@ def test_of_one_token_the_distance_is_that_of_the_next_tokens_of_each_prompt(tmp
     assert (row["answers"], row["tokens"]) == (6, 1)
 
 
-def test_a_model_that_did_not_change_has_no_distance_and_an_answer_ends_with_its_last_token(tmp_path, initial):
-    same = record(tmp_path, initial, seed=0, max_tokens=8)
-    ends = record(tmp_path, initial, seed=2, max_tokens=8)
-    model = make_tiny_module(seed=2)
+def test_a_model_that_did_not_change_has_no_distance(tmp_path, initial):
+    (row,) = measure(tmp_path, record(tmp_path, initial, seed=0, max_tokens=8))
+    assert row["kl_per_token"] == pytest.approx(0, abs=1e-6)
+    assert row["entropy"] > 0
+
+
+def test_an_answer_includes_the_token_that_ends_it_and_nothing_after_it(tmp_path, initial):
+    folder = record(tmp_path, initial, seed=2, max_tokens=8)
+    model, end = make_tiny_module(seed=2), AutoTokenizer.from_pretrained(initial).convert_tokens_to_ids("=")
     with torch.no_grad():
-        model.model.norm.weight.zero_()
-        model.model.norm.weight[0] = 1.0
+        # Without attention and MLPs, the state is that of the last token: 1 after "=", which ends the answer, else -1,
+        # which allows neither the end nor another "=".
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.fill_(-1)
+        model.model.embed_tokens.weight[end] = 1
         model.lm_head.weight.zero_()
-    # Equal logits everywhere: 1 of 40 tokens ends an answer, and entropy is log(40) at each of its positions.
-    model.save_pretrained(ends / "final_model")
-    unchanged, uniform = measure(tmp_path, same, ends)
-    assert unchanged["kl_per_token"] == pytest.approx(0, abs=1e-6)
-    assert unchanged["entropy"] > 0
-    assert uniform["entropy"] == pytest.approx(torch.tensor(float(model.config.vocab_size)).log().item(), rel=1e-5)
-    assert 1 <= uniform["tokens"] <= 8
-    assert uniform["kl_per_answer"] == pytest.approx(uniform["kl_per_token"] * uniform["tokens"])
+        model.lm_head.weight[model.config.eos_token_id] = 1
+        model.lm_head.weight[end] = 0.5
+    model.save_pretrained(folder / "final_model")
+    (row,) = measure(tmp_path, folder)
+    # Answers to the first prompt have 1 token, to the other one 8, drawn evenly from all others.
+    assert row["tokens"] == (1 + 8) / 2
+    assert row["entropy"] == pytest.approx(8 / 9 * math.log(model.config.vocab_size - 2), rel=1e-4)
